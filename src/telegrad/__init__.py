@@ -1,0 +1,1 @@
+"""telegrad: distributed autograd for PyTorch."""

@@ -1,0 +1,102 @@
+"""The autograd context of one worker: what it recorded, and the gradients it has gathered."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from telegrad.autograd import leaves
+from telegrad.autograd.nodes import Sent
+from telegrad.rpc.seams import NO_CONTEXT
+
+if TYPE_CHECKING:
+    from telegrad.autograd.passes import Arrival, LivePass
+    from telegrad.autograd.waves import LeafGradient
+
+__all__ = ["DistAutogradContext", "EnteredContext", "set_thread_context", "thread_context"]
+
+_CURRENT_CONTEXT = "telegrad.autograd.context"
+"""Torch's thread-local state follows work onto torch's own threads (TorchScript, the engine's
+device threads), where `threading.local` does not."""
+
+
+def thread_context() -> int:
+    """The context id that was set on this thread, or `NO_CONTEXT`."""
+    if torch._C._is_key_in_tls(_CURRENT_CONTEXT):
+        context_id: int = torch._C._get_obj_in_tls(_CURRENT_CONTEXT)
+        return context_id
+    return NO_CONTEXT
+
+
+def set_thread_context(context_id: int) -> None:
+    torch._C._stash_obj_in_tls(_CURRENT_CONTEXT, context_id)
+
+
+class EnteredContext:
+    """Makes a context current on this thread for a block, then the one before."""
+
+    __slots__ = ("_before", "_context_id")
+
+    def __init__(self, context_id: int) -> None:
+        self._context_id = context_id
+        self._before = NO_CONTEXT
+
+    def __enter__(self) -> None:
+        self._before = thread_context()
+        set_thread_context(self._context_id)
+
+    def __exit__(self, *error: object) -> None:
+        set_thread_context(self._before)
+
+
+class DistAutogradContext:
+    """What one worker knows of one context. Made by `context()`, or when a message brings it."""
+
+    def __init__(self, context_id: int) -> None:
+        self.id = context_id
+        self.sends: dict[int, Sent] = {}
+        self.recvs: dict[int, tuple[Any, torch.Tensor]] = {}
+        self.contacts: set[int] = set()
+        self.gradients: dict[torch.Tensor, torch.Tensor] = {}
+        # One wave at a time: whoever finds `is_running` unset runs what is in `work`, the others
+        # leave what they bring there. The condition guards what follows; backward() waits on it.
+        self.changed = threading.Condition(threading.Lock())
+        self.work: deque[Arrival] = deque()
+        self.is_running = False
+        self.is_released = False
+        self.passes: dict[int, LivePass] = {}
+        self.ended: set[int] = set()
+        """Passes that failed: what still arrives for them is dropped."""
+        self.incidents: set[int] = set()
+
+    def _context_id(self) -> int:
+        """The id that names this context on every worker."""
+        return self.id
+
+    def _send_functions(self) -> dict[int, Any]:
+        """Message id → the node of a message that this worker sent."""
+        return {id_: sent.node for id_, sent in self.sends.copy().items()}
+
+    def _recv_functions(self) -> dict[int, Any]:
+        """Message id → the node of a message that this worker received."""
+        return {id_: node for id_, (node, _) in self.recvs.copy().items()}
+
+    def _known_worker_ids(self) -> set[int]:
+        """The workers that this one exchanged messages of the context with."""
+        return self.contacts.copy()
+
+    def add_gradients(self, found: Iterable[LeafGradient], *, create_graph: bool) -> None:
+        """Sums what a wave found at the leaves. One wave at a time calls this."""
+        for leaf, gradient in found:
+            total = self.gradients.get(leaf)
+            if total is not None:
+                may_change = not create_graph and not total.requires_grad
+                gradient = leaves.add(total, gradient, in_place=may_change)
+            self.gradients[leaf] = gradient
+
+    def __repr__(self) -> str:
+        return f"DistAutogradContext(context_id={self.id})"

@@ -1,0 +1,126 @@
+"""Who knows an autograd context, and how all of them come to forget it.
+
+A context is alive on every worker that a message of it has reached. Each of them notes whom it
+exchanged messages with (*contacts*); a worker notes a contact before its message leaves. Leaving a
+context releases it here and tells the contacts, which do the same with theirs, so the release
+reaches every worker on which the context lives. A release is acknowledged and, until it is, sent
+again; a lost worker needs none. The death of the worker that made a context releases it too.
+
+A message of a context may arrive after its release did. A worker therefore remembers what it
+released (the last `REMEMBERED` of them): such a message does not bring the context back to life,
+and whoever sent it is told of the release, in case nobody else did. The same holds for a contact
+that is made by a thread which was in the middle of a call when its context was released.
+
+Pure: events are methods, effects are what they return.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from telegrad.ids import worker_of
+
+__all__ = ["Acknowledge", "ContextLifetimes", "Effect", "Free", "TellReleased"]
+
+REMEMBERED = 16_384
+
+
+@dataclass(frozen=True)
+class Free:
+    """Drop what this worker keeps of the context."""
+
+    context_id: int
+
+
+@dataclass(frozen=True)
+class TellReleased:
+    """Send a release to a worker; it will be acknowledged."""
+
+    worker: int
+    context_id: int
+
+
+@dataclass(frozen=True)
+class Acknowledge:
+    """Tell a worker that its release has been carried out."""
+
+    worker: int
+    context_id: int
+
+
+Effect: TypeAlias = Free | TellReleased | Acknowledge
+
+
+class ContextLifetimes:
+    """All contexts that live on one worker."""
+
+    def __init__(self, worker: int) -> None:
+        self._worker = worker
+        self._contacts: dict[int, set[int]] = {}
+        self._released: OrderedDict[int, None] = OrderedDict()
+        self._unacknowledged: dict[tuple[int, int], bool] = {}
+        """(worker, context) → whether a retry is due the next time."""
+
+    def is_alive(self, context_id: int) -> bool:
+        return context_id in self._contacts
+
+    def is_released(self, context_id: int) -> bool:
+        return context_id in self._released
+
+    def contacts(self, context_id: int) -> set[int]:
+        return set(self._contacts.get(context_id, ()))
+
+    @property
+    def has_unacknowledged(self) -> bool:
+        return bool(self._unacknowledged)
+
+    def began(self, context_id: int) -> None:
+        """The context was made here."""
+        self._contacts[context_id] = set()
+
+    def met(self, context_id: int, worker: int) -> list[Effect]:
+        """A message of the context goes to that worker, or has come from it."""
+        if context_id in self._released:
+            return [] if worker == self._worker else self._tell({worker}, context_id)
+        self._contacts.setdefault(context_id, set()).add(worker)
+        return []
+
+    def released(self, context_id: int, *, told_by: int | None = None) -> list[Effect]:
+        """The context was left here, or another worker says that it was released."""
+        effects: list[Effect] = []
+        if context_id in self._contacts:
+            contacts = self._contacts.pop(context_id) - {self._worker, told_by}
+            effects.append(Free(context_id))
+            effects += self._tell({w for w in contacts if w is not None}, context_id)
+        self._released[context_id] = None
+        while len(self._released) > REMEMBERED:
+            self._released.popitem(last=False)
+        if told_by is not None:
+            effects.append(Acknowledge(told_by, context_id))
+        return effects
+
+    def acknowledged(self, context_id: int, worker: int) -> None:
+        self._unacknowledged.pop((worker, context_id), None)
+
+    def lost(self, worker: int) -> list[Effect]:
+        """The worker is gone: so are the contexts it made, and nobody there needs a release."""
+        for key in [key for key in self._unacknowledged if key[0] == worker]:
+            del self._unacknowledged[key]
+        effects: list[Effect] = []
+        for context_id in [id_ for id_ in self._contacts if worker_of(id_) == worker]:
+            self._contacts[context_id].discard(worker)
+            effects += self.released(context_id)
+        return effects
+
+    def retry(self) -> list[Effect]:
+        """A while has passed: what was sent before it and is not acknowledged is sent again."""
+        due = [key for key, is_due in self._unacknowledged.items() if is_due]
+        self._unacknowledged = dict.fromkeys(self._unacknowledged, True)
+        return [TellReleased(worker, context_id) for worker, context_id in due]
+
+    def _tell(self, workers: set[int], context_id: int) -> list[Effect]:
+        for worker in sorted(workers):
+            self._unacknowledged.setdefault((worker, context_id), False)
+        return [TellReleased(worker, context_id) for worker in sorted(workers)]

@@ -1,0 +1,537 @@
+"""The runtime of backward passes on one worker: it carries out what the pass protocol says.
+
+Whoever brings something for a pass leaves it in the context's queue; if no wave of that context
+runs, the same thread runs it and sends what comes out, and goes on until the queue is empty. So
+there is no thread hop between a message and its wave, no thread is parked while others work, and a
+deep chain of calls uses one thread at a time. Waves of different contexts run side by side.
+
+`backward` runs the first wave itself and then waits. Its wait ends when the pass is complete, when
+a wave failed anywhere, when a worker of the context is lost, or when the context is released. While
+a profiler watches its thread it also runs the later waves of this worker there, where the profiler
+sees them.
+
+A failed pass is told to every worker of the context: each that hears of it for the first time drops
+the pass, refuses what still arrives for it, and tells those it knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any
+
+import torch
+
+from telegrad.autograd.context import DistAutogradContext
+from telegrad.autograd.pass_protocol import (
+    AskReachability,
+    Complete,
+    Effect,
+    EndPass,
+    PassControl,
+    StrikeOff,
+)
+from telegrad.autograd.passes import (
+    Arrival,
+    Failure,
+    LivePass,
+    check_roots,
+    pack_reports,
+    unpack_reports,
+)
+from telegrad.autograd.registry import ContextRegistry
+from telegrad.autograd.waves import LocalPass, Outgoing
+from telegrad.errors import TelegradError, WorkerLost
+from telegrad.ids import WorkerCounter, worker_of
+from telegrad.rpc.seams import Messenger
+from telegrad.wire.frames import Kind
+
+__all__ = ["AutogradEngine"]
+
+_ANY_PASS = -1
+
+
+class AutogradEngine(ContextRegistry):
+    """Distributed autograd on one worker; also the `Recorder` of its agent.
+
+    Args:
+        messenger: the agent, before it starts: handlers are registered here. None for a worker
+            without one, on which contexts and passes are local.
+        worker_id: this worker's id, if there is no agent to ask.
+    """
+
+    def __init__(self, messenger: Messenger | None, worker_id: int | None = None) -> None:
+        if messenger is not None:
+            worker_id = messenger.worker_id
+        if worker_id is None:
+            raise ValueError("an engine without an agent needs a worker id")
+        super().__init__(worker_id, messenger, self._context_freed)
+        self.worker_id = worker_id
+        self._pass_ids = WorkerCounter(worker_id)
+        self._incident_ids = WorkerCounter(worker_id)
+        if messenger is not None:
+            handlers: dict[Kind, Callable[[int, Any], Any]] = {
+                Kind.GRADIENTS: self._gradients_arrived,
+                Kind.PASS_ANSWER: self._credit_returned,
+                Kind.PASS_GATHER: self._reachability_asked,
+                Kind.PASS_REACHABILITY: self._reachability_told,
+                Kind.PASS_STRIKE: self._struck_off,
+                Kind.PASS_END: self._pass_ended,
+                Kind.PASS_ABORT: self._abort_told,
+            }
+            for kind, handler in handlers.items():
+                messenger.handle(kind, handler)
+            messenger.watch_losses(self._worker_lost)
+
+    # What users ask
+
+    def backward(
+        self,
+        context_id: int,
+        roots: Sequence[torch.Tensor],
+        retain_graph: bool = False,
+        *,
+        create_graph: bool = False,
+    ) -> None:
+        """See `telegrad.autograd.backward`."""
+        check_roots(context_id, roots)
+        context = self.retrieve(context_id)
+        live = LivePass(
+            self._pass_ids.next(),
+            context,
+            self.worker_id,
+            retain_graph=retain_graph or create_graph,
+            create_graph=create_graph,
+        )
+        live.control = PassControl()
+        if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+            live.is_driven_by_caller = True
+            with torch.profiler.record_function("torch::distributed::autograd::backward"):
+                self._run_to_the_end(live, roots)
+        else:
+            self._run_to_the_end(live, roots)
+
+    def get_gradients(self, context_id: int) -> dict[torch.Tensor, torch.Tensor]:
+        """See `telegrad.autograd.get_gradients`."""
+        return self.retrieve(context_id).gradients.copy()
+
+    def debug_info(self) -> dict[str, int]:
+        contexts = self.contexts
+        return {
+            "num_current_backward_passes": sum(len(context.passes) for context in contexts),
+            "num_autograd_contexts": len(contexts),
+        }
+
+    def _run_to_the_end(self, live: LivePass, roots: Sequence[torch.Tensor]) -> None:
+        context = live.context
+        with context.changed:
+            if context.is_released:
+                self.retrieve(context.id)
+            context.passes[live.id] = live
+        try:
+            self._leave(context, Arrival(live, Fraction(1), {}, roots=roots))
+            while not live.is_over:
+                with context.changed:
+                    context.changed.wait_for(
+                        lambda: live.is_over or (live.is_driven_by_caller and context.work)
+                    )
+                if not live.is_over:
+                    self._drain(context)
+        finally:
+            if not live.is_over:  # interrupted
+                self._fail(live, Failure("raised", self.worker_id, "backward was interrupted"))
+        if live.error is not None:
+            raise live.error
+
+    # Waves
+
+    def _leave(self, context: DistAutogradContext, arrival: Arrival) -> None:
+        """Hands something to the pass; runs it if nobody else does."""
+        with context.changed:
+            context.work.append(arrival)
+            if arrival.into.is_driven_by_caller and not arrival.roots:
+                context.changed.notify_all()
+                return
+        self._drain(context)
+
+    def _drain(self, context: DistAutogradContext) -> None:
+        is_mine = False
+        while True:
+            with context.changed:
+                if context.is_running and not is_mine:
+                    return
+                context.is_running = is_mine = bool(context.work)
+                if not is_mine:
+                    return
+                into = context.work[0].into
+                batch = [arrival for arrival in context.work if arrival.into is into]
+                for arrival in batch:
+                    context.work.remove(arrival)
+            try:
+                self._advance(into, batch)
+            except BaseException:
+                with context.changed:
+                    context.is_running = False
+                raise
+
+    def _advance(self, live: LivePass, batch: Sequence[Arrival]) -> None:
+        """One wave over what has come, and what it sends."""
+        context = live.context
+        if live.id in context.ended or context.is_released:
+            return
+        local, share = live.local, live.share
+        try:
+            with torch.set_grad_enabled(live.create_graph):
+                for arrival in batch:
+                    share.take(arrival.credit, arrival.reports)
+                    if arrival.roots:
+                        local.enter_roots(arrival.roots)
+                    elif arrival.live is not None:
+                        local.strike_off_all_but(arrival.live)
+                    else:
+                        local.arrive(arrival.message_id, arrival.gradients)
+                if live.is_driven_by_caller and not batch[0].roots:
+                    with torch.profiler.record_function(
+                        "torch::distributed::autograd::SendRpcBackward"
+                    ):
+                        outgoing, found = local.run()
+                else:
+                    outgoing, found = local.run()
+                context.add_gradients(found, create_graph=live.create_graph)
+                del found
+        except Exception as error:  # noqa: BLE001  whatever user code raised ends the pass
+            is_first = live.control is not None and bool(batch[0].roots)
+            self._fail(
+                live, Failure.raised(self.worker_id, error), original=error if is_first else None
+            )
+            return
+        standing = live.standing
+        parcels = share.split(len(outgoing), standing)
+        if live.control is None and live.standing == 0:
+            with context.changed:
+                context.passes.pop(live.id, None)
+        if not parcels:
+            self._return_credit(live)
+        for (credit, reports), message in zip(parcels, outgoing, strict=True):
+            try:
+                self._send(live, message, credit, reports)
+            except TelegradError as error:
+                worker = (
+                    message.received.source if isinstance(error, WorkerLost) else self.worker_id
+                )
+                self._fail(live, Failure.raised(worker, error))
+                return
+
+    def _send(self, live: LivePass, message: Outgoing, credit: Fraction, reports: Any) -> None:
+        to, gradients = message.received.source, message.gradients
+        gradient_message_id = -1
+        with_history: tuple[int, ...] = ()
+        if live.create_graph:
+            with_history = tuple(
+                i for i, g in enumerate(gradients) if g is not None and g.requires_grad
+            )
+            gradient_message_id = self.record_send(
+                live.context.id, to, [_present(gradients[i]) for i in with_history]
+            )
+            gradients = tuple(g if g is None else g.detach() for g in gradients)
+        body = (
+            live.context.id,
+            live.id,
+            (live.retain_graph, live.create_graph),
+            message.received.message_id,
+            (credit.numerator, credit.denominator),
+            pack_reports(reports),
+            gradients,
+            gradient_message_id,
+            with_history,
+        )
+        if to == self.worker_id:
+            self._gradients_arrived(to, body)
+        else:
+            self._messenger_or_fail().post(to, Kind.GRADIENTS, body)
+
+    def _gradients_arrived(self, source: int, body: Any) -> None:
+        context_id, pass_id, (retain, create), message_id, credit, reports, gradients = body[:7]
+        live = self._live_pass(context_id, pass_id, retain, create)
+        if live is None:
+            return
+        if message_id not in live.local.sends:
+            self._fail(
+                live,
+                Failure("raised", self.worker_id, f"no message {message_id} was sent from here"),
+            )
+            return
+        if create:
+            gradient_message_id, with_history = body[7:]
+            gradients = list(gradients)
+            recorded = self.record_receive(
+                context_id, gradient_message_id, source, [gradients[i] for i in with_history]
+            )
+            for i, gradient in zip(with_history, recorded, strict=True):
+                gradients[i] = gradient
+        self._leave(
+            live.context,
+            Arrival(
+                live,
+                Fraction(*credit),
+                unpack_reports(reports),
+                message_id=message_id,
+                gradients=gradients,
+            ),
+        )
+
+    def _live_pass(
+        self, context_id: int, pass_id: int, retain_graph: bool, create_graph: bool
+    ) -> LivePass | None:
+        """The pass as it lives here, made now if need be; None if it, or its context, is over."""
+        context = self.find(context_id)
+        if context is None:
+            self._tell_abort(
+                worker_of(pass_id),
+                context_id,
+                pass_id,
+                Failure(
+                    "released",
+                    self.worker_id,
+                    f"Could not find autograd context with id: {context_id} on worker "
+                    f"{self.worker_id}: it was released during the backward pass",
+                ),
+            )
+            return None
+        with context.changed:
+            if pass_id in context.ended or context.is_released:
+                return None
+            live = context.passes.get(pass_id)
+            if live is None:
+                live = context.passes[pass_id] = LivePass(
+                    pass_id,
+                    context,
+                    self.worker_id,
+                    retain_graph=retain_graph,
+                    create_graph=create_graph,
+                )
+            return live
+
+    # Completion and resolution
+
+    def _return_credit(self, live: LivePass) -> None:
+        credit, reports = live.share.give_up()
+        if live.control is not None:
+            with live.context.changed:
+                effects = live.control.credit_returned(credit, reports)
+            self._carry_out_pass(live, effects)
+            return
+        body = (
+            live.context.id,
+            live.id,
+            (credit.numerator, credit.denominator),
+            pack_reports(reports),
+        )
+        self._tell(live.initiator, Kind.PASS_ANSWER, body)
+
+    def _credit_returned(self, source: int, body: Any) -> None:
+        context_id, pass_id, credit, reports = body
+        live = self._own_pass(context_id, pass_id)
+        if live is not None and live.control is not None:
+            with live.context.changed:
+                effects = live.control.credit_returned(Fraction(*credit), unpack_reports(reports))
+            self._carry_out_pass(live, effects)
+
+    def _reachability_asked(self, source: int, body: Any) -> None:
+        context_id, pass_id = body
+        waiting, sends = self._reachability(context_id, pass_id)
+        self._tell(source, Kind.PASS_REACHABILITY, (context_id, pass_id, waiting, sends))
+
+    def _reachability(self, context_id: int, pass_id: int) -> tuple[set[int], dict[int, set[int]]]:
+        context = self.find(context_id)
+        if context is None:
+            return set(), {}
+        with context.changed:
+            live = context.passes.get(pass_id)
+        local = (
+            live.local
+            if live is not None
+            else LocalPass(context.sends.copy(), retain_graph=True, create_graph=False)
+        )
+        return local.reachability()
+
+    def _reachability_told(self, source: int, body: Any) -> None:
+        context_id, pass_id, waiting, sends = body
+        live = self._own_pass(context_id, pass_id)
+        if live is not None and live.control is not None:
+            with live.context.changed:
+                effects = live.control.reachability_told(source, waiting, sends)
+            self._carry_out_pass(live, effects)
+
+    def _struck_off(self, source: int, body: Any) -> None:
+        context_id, pass_id, (retain, create), keep, credit = body
+        live = self._live_pass(context_id, pass_id, retain, create)
+        if live is not None:
+            self._leave(live.context, Arrival(live, Fraction(*credit), {}, live=frozenset(keep)))
+
+    def _pass_ended(self, source: int, body: Any) -> None:
+        context_id, pass_id = body
+        context = self.find(context_id)
+        if context is not None:
+            with context.changed:
+                context.passes.pop(pass_id, None)
+
+    def _own_pass(self, context_id: int, pass_id: int) -> LivePass | None:
+        context = self.find(context_id)
+        return None if context is None else context.passes.get(pass_id)
+
+    def _carry_out_pass(self, live: LivePass, effects: Sequence[Effect]) -> None:
+        context = live.context
+        for effect in effects:
+            if isinstance(effect, Complete):
+                self._finish(live, None)
+            elif isinstance(effect, EndPass):
+                if effect.worker != self.worker_id:
+                    self._tell(effect.worker, Kind.PASS_END, (context.id, live.id))
+            elif isinstance(effect, AskReachability):
+                if effect.worker == self.worker_id:
+                    self._reachability_told(
+                        self.worker_id,
+                        (context.id, live.id, *self._reachability(context.id, live.id)),
+                    )
+                elif not self._tell(effect.worker, Kind.PASS_GATHER, (context.id, live.id)):
+                    return
+            elif isinstance(effect, StrikeOff):
+                body = (
+                    context.id,
+                    live.id,
+                    (live.retain_graph, live.create_graph),
+                    tuple(effect.live),
+                    (effect.credit.numerator, effect.credit.denominator),
+                )
+                if effect.worker == self.worker_id:
+                    self._struck_off(self.worker_id, body)
+                elif not self._tell(effect.worker, Kind.PASS_STRIKE, body):
+                    return
+
+    def _finish(self, live: LivePass, error: BaseException | None) -> None:
+        with live.context.changed:
+            live.context.passes.pop(live.id, None)
+            if not live.is_over:
+                live.error = error
+                live.is_over = True
+                live.context.changed.notify_all()
+
+    # Failure
+
+    def _fail(
+        self, live: LivePass, failure: Failure, *, original: BaseException | None = None
+    ) -> None:
+        """The pass failed here."""
+        if live.control is not None and original is not None and live.control.failed():
+            self._finish(live, original)
+        self._abort(live.context, live.id, failure, told_by=None)
+        if live.initiator != self.worker_id and live.initiator not in live.context.contacts:
+            self._tell_abort(live.initiator, live.context.id, live.id, failure)
+
+    def _abort_told(self, source: int, body: Any) -> None:
+        context_id, pass_id, incident, failure = body
+        context = self.find(context_id)
+        if context is None:
+            return
+        if pass_id == _ANY_PASS:
+            self._loss_told(context, incident, Failure(*failure), told_by=source)
+        else:
+            self._abort(context, pass_id, Failure(*failure), told_by=source)
+
+    def _abort(
+        self, context: DistAutogradContext, pass_id: int, failure: Failure, *, told_by: int | None
+    ) -> None:
+        with context.changed:
+            if pass_id in context.ended:
+                return
+            context.ended.add(pass_id)
+            live = context.passes.pop(pass_id, None)
+            contacts = context.contacts - {told_by, self.worker_id}
+            is_mine = live is not None and live.control is not None and live.control.failed()
+        if live is not None and is_mine:
+            self._finish(live, failure.error())
+        for worker in contacts:
+            self._tell_abort(worker, context.id, pass_id, failure)
+
+    def _tell_abort(
+        self, worker: int, context_id: int, pass_id: int, failure: Failure, incident: int = 0
+    ) -> None:
+        if worker == self.worker_id:
+            self._abort_told(worker, (context_id, pass_id, incident, failure.pack()))
+            return
+        if self._messenger is not None:
+            try:
+                self._messenger.post(
+                    worker, Kind.PASS_ABORT, (context_id, pass_id, incident, failure.pack())
+                )
+            except WorkerLost:
+                pass  # nothing lives there any more
+
+    def _worker_lost(self, worker: int, reason: str) -> None:
+        """Any pass of a context that the worker knew may have lost credit with it."""
+        failure = Failure("lost", worker, f"the worker was lost during a backward pass: {reason}")
+        for context in self.contexts:
+            with context.changed:
+                for pass_id in [id_ for id_ in context.passes if worker_of(id_) == worker]:
+                    context.ended.add(pass_id)
+                    del context.passes[pass_id]
+                is_concerned = worker in context.contacts
+            if is_concerned:
+                self._loss_told(context, self._incident_ids.next(), failure, told_by=None)
+        self.worker_lost(worker)
+
+    def _loss_told(
+        self, context: DistAutogradContext, incident: int, failure: Failure, *, told_by: int | None
+    ) -> None:
+        with context.changed:
+            if incident in context.incidents:
+                return
+            context.incidents.add(incident)
+            mine = [live for live in context.passes.values() if live.control is not None]
+            contacts = context.contacts - {told_by, self.worker_id, failure.worker}
+        for live in mine:
+            self._fail(live, failure)
+        for worker in contacts:
+            self._tell_abort(worker, context.id, _ANY_PASS, failure, incident)
+
+    def _context_freed(self, context: DistAutogradContext) -> None:
+        with context.changed:
+            context.is_released = True
+            context.work.clear()
+            passes = list(context.passes.values())
+            context.passes.clear()
+        for live in passes:
+            if live.control is not None and live.control.failed():
+                failure = Failure(
+                    "released",
+                    self.worker_id,
+                    f"Could not find autograd context with id: {context.id}: it was released "
+                    "during the backward pass",
+                )
+                self._finish(live, failure.error())
+
+    # Messages
+
+    def _tell(self, worker: int, kind: Kind, body: Any) -> bool:
+        """Posts to a worker of the pass; its loss is a matter for `_worker_lost` and the return
+        value says whether it went out."""
+        try:
+            self._messenger_or_fail().post(worker, kind, body)
+        except WorkerLost as error:
+            context = self.find(body[0])
+            live = None if context is None else context.passes.get(body[1])
+            if live is not None and kind is not Kind.PASS_END:
+                self._fail(live, Failure.raised(worker, error))
+            return False
+        return True
+
+    def _messenger_or_fail(self) -> Messenger:
+        if self._messenger is None:
+            raise WorkerLost("this worker has no agent: nothing can be sent")
+        return self._messenger
+
+
+def _present(gradient: torch.Tensor | None) -> torch.Tensor:
+    assert gradient is not None  # chosen by the caller for being there
+    return gradient

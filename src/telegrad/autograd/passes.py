@@ -1,0 +1,136 @@
+"""What travels in a pass, and what a worker keeps of one while it lives."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import torch
+
+from telegrad.autograd.context import DistAutogradContext
+from telegrad.autograd.pass_protocol import PassControl, PassShare, Reports, Standing
+from telegrad.autograd.waves import LocalPass
+from telegrad.errors import BackwardError, ContextError, TelegradError, WorkerLost
+from telegrad.ids import worker_of
+
+__all__ = ["Arrival", "Failure", "LivePass", "pack_reports", "unpack_reports"]
+
+PackedReports = tuple[tuple[int, int, int], ...]
+
+
+def pack_reports(reports: Reports) -> PackedReports:
+    return tuple((worker, n, int(standing)) for worker, (n, standing) in reports.items())
+
+
+def unpack_reports(packed: PackedReports) -> Reports:
+    return {worker: (n, Standing(standing)) for worker, n, standing in packed}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a pass ended: made where it happened, carried to whoever called `backward`."""
+
+    kind: str  # "raised", "lost" or "released"
+    worker: int
+    text: str
+    traceback: str = ""
+
+    @classmethod
+    def raised(cls, worker: int, error: BaseException) -> Failure:
+        if isinstance(error, WorkerLost):
+            return cls("lost", worker, str(error))
+        shown = "".join(traceback.format_exception(error))
+        return cls("raised", worker, str(error) or repr(error), shown)
+
+    def pack(self) -> tuple[str, int, str, str]:
+        return (self.kind, self.worker, self.text, self.traceback)
+
+    def error(self) -> TelegradError:
+        if self.kind == "lost":
+            return WorkerLost(
+                f"Error on Node {self.worker}: {self.text}",
+                worker=str(self.worker),
+                reason=self.text,
+            )
+        if self.kind == "released":
+            return ContextError(self.text)
+        return BackwardError(
+            f"Error on Node {self.worker}: {self.text}\n\nThere:\n{self.traceback}",
+            worker=self.worker,
+            traceback=self.traceback,
+        )
+
+
+class LivePass:
+    """One pass on one worker."""
+
+    def __init__(
+        self,
+        pass_id: int,
+        context: DistAutogradContext,
+        worker: int,
+        *,
+        retain_graph: bool,
+        create_graph: bool,
+    ) -> None:
+        self.id = pass_id
+        self.context = context
+        self.retain_graph = retain_graph
+        self.create_graph = create_graph
+        self.initiator = worker_of(pass_id)
+        self.share = PassShare(worker)
+        self.local = LocalPass(
+            context.sends.copy(), retain_graph=retain_graph, create_graph=create_graph
+        )
+        # At the initiator only:
+        self.control: PassControl | None = None
+        self.is_over = False
+        self.error: BaseException | None = None
+        self.is_driven_by_caller = False
+
+    @property
+    def standing(self) -> Standing:
+        if self.local.is_waiting:
+            return Standing.WAITING
+        return Standing.CLOSED if self.local.is_closed else Standing.OPEN
+
+
+class Arrival(NamedTuple):
+    """Something that makes a worker work: roots, gradients of a send function, or a strike."""
+
+    into: LivePass
+    credit: Fraction
+    reports: Reports
+    roots: Sequence[torch.Tensor] = ()
+    message_id: int = -1
+    gradients: Sequence[torch.Tensor | None] = ()
+    live: frozenset[int] | None = None
+
+
+def check_roots(context_id: Any, roots: Any) -> None:
+    """Raises what upstream raises for roots that cannot be differentiated."""
+    is_sequence = isinstance(roots, (list, tuple)) and all(
+        isinstance(root, torch.Tensor) for root in roots
+    )
+    if not isinstance(context_id, int) or not is_sequence:
+        raise TypeError(
+            "backward(): incompatible function arguments: expected (context_id: int, "
+            "roots: list[Tensor], retain_graph: bool = False), got "
+            f"({type(context_id).__name__}, {type(roots).__name__})"
+        )
+    if not roots:
+        raise BackwardError("No tensors provided for gradient computation.")
+    for number, root in enumerate(roots):
+        name = f"root {number}"
+        if not root.requires_grad:
+            raise BackwardError(f"requires_grad not set on {name}")
+        if root.numel() != 1:
+            raise BackwardError(
+                f"{name} is not a scalar, all roots need to be scalar: it has the shape "
+                f"{tuple(root.shape)}"
+            )
+        if root.grad_fn is None:
+            raise BackwardError(f"{name} does not have a valid gradient function.")

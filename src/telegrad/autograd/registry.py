@@ -1,0 +1,233 @@
+"""The contexts of one worker: made, entered, recorded into, released.
+
+This is the `Recorder` that the agent calls for each message. The rules of who keeps a context and
+for how long are those of `context_lifetime`; here they are carried out.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+
+from telegrad.autograd.context import (
+    DistAutogradContext,
+    EnteredContext,
+    set_thread_context,
+    thread_context,
+)
+from telegrad.autograd.context_lifetime import (
+    Acknowledge,
+    ContextLifetimes,
+    Effect,
+    Free,
+    TellReleased,
+)
+from telegrad.autograd.nodes import recv_history, send_history
+from telegrad.errors import ContextError, WorkerLost
+from telegrad.ids import WorkerCounter
+from telegrad.rpc.seams import NO_CONTEXT, Messenger
+from telegrad.wire.frames import Kind
+
+__all__ = ["ContextRegistry"]
+
+RETRY_SECONDS = 1.0
+
+
+class ContextRegistry:
+    """All contexts that live on one worker.
+
+    Args:
+        messenger: the agent; None for a worker that has none, whose contexts are local.
+        on_freed: called with each context that ends, however it ends.
+    """
+
+    def __init__(
+        self,
+        worker_id: int,
+        messenger: Messenger | None,
+        on_freed: Callable[[DistAutogradContext], None],
+    ) -> None:
+        self._messenger = messenger
+        self._on_freed = on_freed
+        self._context_ids = WorkerCounter(worker_id)
+        self._message_ids = WorkerCounter(worker_id)
+        self._contexts: dict[int, DistAutogradContext] = {}
+        self._lifetimes = ContextLifetimes(worker_id)
+        self._lifetimes_lock = threading.Lock()  # guards the two above
+        self._is_retry_planned = False
+        if messenger is not None:
+            messenger.handle(Kind.CONTEXT_RELEASE, self._release_told)
+            messenger.handle(Kind.CONTEXT_RELEASED, self._release_acknowledged)
+
+    # What the public face asks
+
+    @property
+    def max_id(self) -> int:
+        return self._context_ids.max_id
+
+    @property
+    def contexts(self) -> list[DistAutogradContext]:
+        return list(self._contexts.values())
+
+    def new(self) -> DistAutogradContext:
+        """Makes a context and makes it current on this thread.
+
+        Raises:
+            ContextError: this thread has one already.
+        """
+        current = self.current_context()
+        if current != NO_CONTEXT:
+            raise ContextError(f"Already have an autograd context id for this thread: {current}")
+        context = DistAutogradContext(self._context_ids.next())
+        with self._lifetimes_lock:
+            self._lifetimes.began(context.id)
+            self._contexts[context.id] = context
+        set_thread_context(context.id)
+        return context
+
+    def retrieve(self, context_id: int) -> DistAutogradContext:
+        """Raises ContextError if there is no such context here."""
+        context = self._contexts.get(context_id)
+        if context is None:
+            raise ContextError(
+                f"Could not find autograd context with id: {context_id}. It was never made, or it "
+                "was released: is this inside its `with context()` block?"
+            )
+        return context
+
+    def find(self, context_id: int) -> DistAutogradContext | None:
+        return self._contexts.get(context_id)
+
+    def current(self) -> DistAutogradContext:
+        """Raises ContextError if this thread has none."""
+        context_id = thread_context()
+        if context_id == NO_CONTEXT:
+            raise ContextError(
+                "Current thread doesn't have a valid autograd context. Please wrap your code "
+                "using: `with telegrad.autograd.context() as context_id` to make one"
+            )
+        return self.retrieve(context_id)
+
+    def release(self, context_id: int) -> None:
+        """Frees the context here and on every worker that knows it.
+
+        Raises:
+            ContextError: there is no such context here.
+        """
+        if thread_context() == context_id:
+            set_thread_context(NO_CONTEXT)
+        self.retrieve(context_id)
+        with self._lifetimes_lock:
+            effects = self._lifetimes.released(context_id)
+        self._carry_out(effects)
+
+    def worker_lost(self, worker: int) -> None:
+        with self._lifetimes_lock:
+            effects = self._lifetimes.lost(worker)
+        self._carry_out(effects)
+
+    # What the agent asks: `Recorder`
+
+    def current_context(self) -> int:
+        """The context of this thread if it lives on this worker, else `NO_CONTEXT`."""
+        context_id = thread_context()
+        return context_id if context_id in self._contexts else NO_CONTEXT
+
+    def enter(self, context_id: int) -> EnteredContext:
+        """Makes the context current on this thread while a call of its runs here. One that was
+        released is not entered: the call runs, and records nothing."""
+        if context_id not in self._contexts and context_id != NO_CONTEXT:
+            with self._lifetimes_lock:
+                if self._lifetimes.is_released(context_id):
+                    context_id = NO_CONTEXT
+                else:
+                    self._lifetimes.began(context_id)
+                    self._contexts[context_id] = DistAutogradContext(context_id)
+        return EnteredContext(context_id)
+
+    def record_send(self, context_id: int, to: int, tensors: Sequence[torch.Tensor]) -> int:
+        message_id = self._message_ids.next()
+        context = self._meet(context_id, to)
+        if context is not None and tensors:
+            context.sends[message_id] = send_history(tensors, to)
+        return message_id
+
+    def record_receive(
+        self, context_id: int, message_id: int, source: int, tensors: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        context = self._meet(context_id, source)
+        if context is None or not tensors:
+            return list(tensors)
+        node, token, outputs = recv_history(message_id, source, tensors)
+        context.recvs[message_id] = (node, token)
+        return outputs
+
+    def _meet(self, context_id: int, worker: int) -> DistAutogradContext | None:
+        """The context, with this contact noted; None if it has been released."""
+        context = self._contexts.get(context_id)
+        if context is not None and worker in context.contacts:
+            return context
+        if context_id == NO_CONTEXT:
+            return None
+        with self._lifetimes_lock:
+            effects = self._lifetimes.met(context_id, worker)
+            if not effects and not self._lifetimes.is_released(context_id):
+                context = self._contexts.get(context_id)
+                if context is None:
+                    context = self._contexts[context_id] = DistAutogradContext(context_id)
+                context.contacts.add(worker)
+                return context
+        self._carry_out(effects)
+        return None
+
+    # Between workers
+
+    def _release_told(self, source: int, context_id: int) -> None:
+        with self._lifetimes_lock:
+            effects = self._lifetimes.released(context_id, told_by=source)
+        self._carry_out(effects)
+
+    def _release_acknowledged(self, source: int, context_id: int) -> None:
+        with self._lifetimes_lock:
+            self._lifetimes.acknowledged(context_id, source)
+
+    def _carry_out(self, effects: Sequence[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Free):
+                context = self._contexts.pop(effect.context_id, None)
+                if context is not None:
+                    self._on_freed(context)
+            elif isinstance(effect, TellReleased):
+                self._post(effect.worker, Kind.CONTEXT_RELEASE, effect.context_id)
+                self._plan_retry()
+            elif isinstance(effect, Acknowledge):
+                self._post(effect.worker, Kind.CONTEXT_RELEASED, effect.context_id)
+
+    def _post(self, worker: int, kind: Kind, context_id: int) -> None:
+        if self._messenger is None:
+            return
+        try:
+            self._messenger.post(worker, kind, context_id)
+        except WorkerLost:  # it has nothing to free any more
+            with self._lifetimes_lock:
+                self._lifetimes.acknowledged(context_id, worker)
+
+    def _plan_retry(self) -> None:
+        with self._lifetimes_lock:
+            if self._is_retry_planned or not self._lifetimes.has_unacknowledged:
+                return
+            self._is_retry_planned = True
+        if self._messenger is not None:
+            self._messenger.call_later(RETRY_SECONDS, self._retry)
+
+    def _retry(self) -> None:
+        with self._lifetimes_lock:
+            self._is_retry_planned = False
+            effects = self._lifetimes.retry()
+        if effects:  # a post may block, and this is the agent's clock thread
+            threading.Thread(
+                target=self._carry_out, args=(effects,), name="telegrad-release", daemon=True
+            ).start()
+        self._plan_retry()

@@ -1,0 +1,378 @@
+"""One worker's part of one pass: torch's own engine, in waves.
+
+Sources are the roots and the send functions, sinks the leaves and the recv nodes. A wave is one
+call of torch's C++ engine over all nodes that may run (`frontier` says which). Each node runs once
+in a pass and each hook sees the total once; usually there is exactly one wave.
+
+Where a ready node has an edge into a node that must wait, the gradient of that edge is kept until
+the other is ready. Torch's engine does not compute such an edge (it is on no path to what was
+asked for), so a hook after the node calls the node once more by hand, on a thread where no engine
+runs: there the node computes all its edges. Only C++ nodes on that boundary are called twice, and
+they are functions without side effects; Python nodes compute all their edges anyway. A call by
+hand skips the engine's checks, so shape and type are reduced to those of the edge here.
+
+Since a node runs once in a pass, each wave may free what it ran through: `retain_graph=False`
+means in every wave what it means in plain torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.graph import GradientEdge
+
+from telegrad.autograd.frontier import Frontier
+from telegrad.autograd.leaves import Loans, add, adopt, is_hooked, needs_grad_field
+from telegrad.autograd.nodes import (
+    AccumulateGrad,
+    Received,
+    RecvNode,
+    Sent,
+    current_wave,
+    enter_wave,
+)
+
+__all__ = ["LocalPass", "Outgoing"]
+
+_loans = Loans()
+
+_BackwardCFunction = torch.autograd.function.BackwardCFunction
+
+
+class Outgoing(NamedTuple):
+    """The gradients of a received message, on their way back to who sent it."""
+
+    received: Received
+    gradients: tuple[torch.Tensor | None, ...]
+
+
+class LeafGradient(NamedTuple):
+    """What a wave found at a leaf."""
+
+    leaf: torch.Tensor
+    gradient: torch.Tensor
+
+
+def successors(node: Any) -> list[Any]:
+    if type(node) is RecvNode:
+        return []
+    return [edge[0] for edge in node.next_functions if edge[0] is not None]
+
+
+def _is_free(node: Any) -> bool:
+    return type(node) is AccumulateGrad and not is_hooked(node)
+
+
+class LocalPass:
+    """The state of one pass on one worker. Used by one thread at a time.
+
+    Args:
+        sends: the send functions of the context that may get gradients in this pass.
+    """
+
+    def __init__(
+        self, sends: Mapping[int, Sent], *, retain_graph: bool, create_graph: bool
+    ) -> None:
+        self.sends = dict(sends)
+        self._awaited = {id_ for id_, sent in self.sends.items() if not sent.is_spent}
+        self._retain_graph = retain_graph
+        self._create_graph = create_graph
+        self._frontier: Frontier[int, Any] | None = None
+        self._arrived: list[int] = []
+        self._below: set[Any] = set()
+        self._entering: dict[tuple[Any, int], torch.Tensor] = {}
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether gradients are here that cannot go on until something arrives."""
+        return bool(self._entering)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing can arrive any more."""
+        return not self._awaited and not self._arrived
+
+    def enter_roots(self, roots: Sequence[torch.Tensor]) -> None:
+        for root in roots:
+            self._enter(root.grad_fn, root.output_nr, torch.ones_like(root).detach())
+
+    def arrive(self, message_id: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        """The gradients of a message that this worker sent have come.
+
+        Raises:
+            KeyError: this worker never sent such a message.
+        """
+        sent = self.sends[message_id]
+        for (node, number), gradient in zip(sent.edges, gradients, strict=True):
+            if gradient is not None and node is not None:
+                self._enter(node, number, gradient)
+        self._awaited.discard(message_id)
+        self._arrived.append(message_id)
+        if not self._retain_graph:
+            sent.is_spent = True
+
+    def strike_off_all_but(self, live: Iterable[int]) -> None:
+        """No send but these can arrive any more."""
+        dead = self._awaited.difference(live)
+        self._awaited -= dead
+        if self._frontier is not None:
+            self._frontier.strike_off(dead & self._frontier.awaited.keys())
+
+    def reachability(self) -> tuple[set[int], dict[int, set[int]]]:
+        """The received messages that waiting gradients lead to, and those that each awaited send
+        leads to."""
+        waiting = _messages_behind(node for node, _ in self._entering)
+        return waiting, {
+            id_: _messages_behind(node for node, _ in self.sends[id_].edges)
+            for id_ in self._awaited
+        }
+
+    def run(self) -> tuple[list[Outgoing], list[LeafGradient]]:
+        """Runs all that can run now.
+
+        Raises:
+            Exception: whatever a backward function or a hook raised.
+        """
+        if self._frontier is None and not self._awaited:
+            # Everything has arrived: nothing blocks anything, one walk finds the leaves.
+            self._arrived.clear()
+            entering, self._entering = self._entering, {}
+            if not entering:
+                return [], []
+            return _Wave(self, _leaves_behind(node for node, _ in entering), {}).run(entering, [])
+        frontier = self._settle_arrivals()
+        ready, boundary = frontier.advance()
+        if boundary:
+            self._hold_leaves_below(frontier, ready, boundary)
+        outgoing: list[Outgoing] = []
+        found: list[LeafGradient] = []
+        is_ready = set(ready)
+        entering = {
+            key: self._entering.pop(key)
+            for key in tuple(self._entering)
+            if key[0] in is_ready and not frontier.is_free(key[0])
+        }
+        if entering:
+            leaves = [node for node in ready if type(node) is AccumulateGrad]
+            sinks: list[GradientEdge] = []
+            if boundary:
+                sinks = [GradientEdge(node, 0) for node in ready if type(node) is RecvNode]
+                sinks += [GradientEdge(node, 0) for node in (*leaves, *boundary)]
+            outgoing, found = _Wave(self, leaves, boundary).run(entering, sinks)
+        # A free leaf has no hooks: what is for it needs no engine.
+        for key in [key for key in self._entering if frontier.is_free(key[0])]:
+            leaf = key[0].variable
+            gradient = self._entering.pop(key)
+            if not self._create_graph:
+                gradient = adopt(gradient, leaf, references=1)
+            found.append(LeafGradient(leaf, gradient))
+        return outgoing, found
+
+    def _hold_leaves_below(
+        self, frontier: Frontier[int, Any], ready: list[Any], boundary: dict[Any, set[Any]]
+    ) -> None:
+        """Keeps free leaves out of a wave that has a boundary, if they are below it.
+
+        The engine runs every node on a path to what it is asked for, so asking for such a leaf
+        would run the nodes that must wait. `_below` is all that was ever below a boundary in this
+        pass, so that each node is looked at once: holding a leaf without need does no harm.
+        """
+        below = self._below
+        todo = [node for held in boundary.values() for node in held]
+        while todo:
+            node = todo.pop()
+            if node not in below:
+                below.add(node)
+                todo += frontier.next_of(node)
+        barred = {node for node in ready if frontier.is_free(node) and node in below}
+        if barred:
+            for node in ready:
+                held = barred.intersection(frontier.next_of(node))
+                if held:
+                    boundary.setdefault(node, set()).update(held)
+            ready[:] = [node for node in ready if node not in barred]
+
+    def _settle_arrivals(self) -> Frontier[int, Any]:
+        if self._frontier is None:
+            sources = {
+                id_: [node for node, _ in self.sends[id_].edges if node is not None]
+                for id_ in (*self._awaited, *self._arrived)
+            }
+            in_sources = {node for id_ in self._arrived for node in sources[id_]}
+            roots = {node for node, _ in self._entering} - in_sources
+            self._frontier = Frontier(roots, sources, successors, _is_free)
+        for id_ in self._arrived:
+            if id_ not in self._frontier.awaited:  # spent in an earlier pass, and here again
+                self._frontier.add_source(
+                    id_, [node for node, _ in self.sends[id_].edges], successors, _is_free
+                )
+            self._frontier.arrive(id_)
+        self._arrived.clear()
+        return self._frontier
+
+    def _enter(self, node: Any, number: int, gradient: torch.Tensor) -> None:
+        key = (node, number)
+        before = self._entering.get(key)
+        self._entering[key] = gradient if before is None else add(before, gradient)
+
+
+class _Wave:
+    """One call of torch's engine."""
+
+    def __init__(
+        self, owner: LocalPass, leaves: Sequence[Any], boundary: Mapping[Any, set[Any]]
+    ) -> None:
+        self._owner = owner
+        self._boundary = boundary
+        self._lent = [node for node in leaves if needs_grad_field(node.variable)]
+        self._leaves = [node for node in leaves if node not in self._lent] if self._lent else leaves
+        self._found: dict[Any, torch.Tensor] = {}
+        self._outgoing: list[Outgoing] = []
+
+    def run(
+        self, entering: dict[tuple[Any, int], torch.Tensor], sinks: list[GradientEdge]
+    ) -> tuple[list[Outgoing], list[LeafGradient]]:
+        handles = [
+            node.register_prehook(functools.partial(self._leaf_reached, node))
+            for node in self._leaves
+        ]
+        handles += [
+            node.register_hook(functools.partial(self._boundary_reached, node))
+            for node in self._boundary
+        ]
+        before = _loans.borrow(node.variable for node in self._lent) if self._lent else []
+        wave_before = enter_wave(self)
+        lent: list[torch.Tensor | None] = []
+        try:
+            _run_engine(
+                tuple(GradientEdge(node, number) for node, number in entering),
+                tuple(entering.values()),
+                self._owner._retain_graph or self._owner._create_graph,
+                self._owner._create_graph,
+                tuple(sinks),
+            )
+        finally:
+            enter_wave(wave_before)
+            for handle in handles:
+                handle.remove()
+            if before:
+                lent = _loans.give_back(before)
+        entering.clear()  # what entered must not count as a reference to what came out
+        found = [LeafGradient(node.variable, self._take(node)) for node in tuple(self._found)]
+        found += [
+            LeafGradient(node.variable, gradient)
+            for node, gradient in zip(self._lent, lent, strict=True)
+            if gradient is not None
+        ]
+        return self._outgoing, found
+
+    def recv_reached(self, node: Any, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Called by a recv node: `gradients` is what entered it, its token's included."""
+        received: Received = node.received
+        gradients = tuple(gradients[: received.size])
+        if any(gradient is not None for gradient in gradients):
+            self._outgoing.append(Outgoing(received, gradients))
+
+    def _leaf_reached(self, node: Any, gradients: Sequence[torch.Tensor | None]) -> Any:
+        if current_wave() is not self:
+            return None
+        gradient = gradients[0]
+        if gradient is not None:
+            before = self._found.get(node)
+            self._found[node] = gradient if before is None else add(before, gradient)
+        return (None,)
+
+    def _take(self, node: Any) -> torch.Tensor:
+        if self._owner._create_graph:
+            return self._found[node]
+        # Referred to by the dictionary and by nobody else, if it can be taken over as it is.
+        return adopt(self._found[node], node.variable, references=1)
+
+    def _boundary_reached(
+        self,
+        node: Any,
+        out: Sequence[torch.Tensor | None],
+        entered: Sequence[torch.Tensor | None],
+    ) -> None:
+        if current_wave() is not self:
+            return
+        if not isinstance(node, _BackwardCFunction):
+            out = _call_elsewhere(node, entered, self._owner._create_graph)
+        held = self._boundary[node]
+        for (target, number), gradient in zip(node.next_functions, out, strict=True):
+            if gradient is not None and target in held:
+                self._owner._enter(target, number, _fit(gradient, target, number))
+
+
+def _call_elsewhere(node: Any, entered: Sequence[torch.Tensor | None], create_graph: bool) -> Any:
+    """Calls the node on a thread of its own: on this one the engine would tell it which edges to
+    leave out."""
+    outcome: list[Any] = []
+
+    def call() -> None:
+        try:
+            with torch.set_grad_enabled(create_graph):
+                outcome.append(node(*entered))
+        except Exception as error:  # noqa: BLE001  raised again on the thread that asked
+            outcome.append(error)
+
+    thread = threading.Thread(target=call, name="telegrad-edge")
+    thread.start()
+    thread.join()
+    if isinstance(outcome[0], Exception):
+        raise outcome[0]
+    return outcome[0] if isinstance(outcome[0], tuple) else (outcome[0],)
+
+
+def _fit(gradient: torch.Tensor, node: Any, number: int) -> torch.Tensor:
+    """What the engine does to a gradient before it enters a node."""
+    expected = node._input_metadata[number]
+    if gradient.shape != expected.shape:
+        gradient = gradient.sum_to_size(expected.shape)
+    if gradient.dtype != expected.dtype:
+        if gradient.is_complex() and not expected.dtype.is_complex:
+            gradient = gradient.real
+        gradient = gradient.to(expected.dtype)
+    return gradient
+
+
+def _run_engine(
+    roots: tuple[GradientEdge, ...],
+    gradients: tuple[torch.Tensor, ...],
+    retain_graph: bool,
+    create_graph: bool,
+    inputs: tuple[GradientEdge, ...],
+) -> None:
+    # torch.autograd.backward with the checks of user input left out: they take longer than a
+    # small graph.
+    torch.autograd.Variable._execution_engine.run_backward(  # type: ignore[attr-defined]
+        roots, gradients, retain_graph, create_graph, inputs, True, True
+    )
+
+
+def _walk(entries: Iterable[Any]) -> set[Any]:
+    seen = {node for node in entries if node is not None}
+    todo = list(seen)
+    see, push, pop = seen.add, todo.append, todo.pop
+    while todo:
+        node = pop()
+        if type(node) is RecvNode:
+            continue
+        for edge in node.next_functions:
+            following = edge[0]
+            if following is not None and following not in seen:
+                see(following)
+                push(following)
+    return seen
+
+
+def _leaves_behind(entries: Iterable[Any]) -> list[Any]:
+    return [node for node in _walk(entries) if type(node) is AccumulateGrad]
+
+
+def _messages_behind(entries: Iterable[Any]) -> set[int]:
+    return {node.received.message_id for node in _walk(entries) if type(node) is RecvNode}

@@ -1,0 +1,64 @@
+"""The names of things that several workers speak of.
+
+A *worker id* is a worker's rank, at most 65535. A *context id* and an *autograd message id* carry
+the id of the worker that made them in their upper 16 bits, so workers make them without asking
+each other and everybody can tell where one comes from. An `RRefId` names a remote value, a
+`ForkId` one reference to it; both are (worker that made it, its counter).
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+__all__ = [
+    "COUNTER_BITS",
+    "MAX_WORKER_ID",
+    "ForkId",
+    "RRefId",
+    "WorkerCounter",
+    "worker_of",
+]
+
+COUNTER_BITS = 48
+MAX_WORKER_ID = 0x7FFF  # ids travel as signed 64-bit integers: the sign bit stays clear
+
+
+class RRefId(NamedTuple):
+    """A remote value: made by worker `created_on`, as its number `local_id`."""
+
+    created_on: int
+    local_id: int
+
+
+class ForkId(NamedTuple):
+    """One user's reference to a remote value."""
+
+    created_on: int
+    local_id: int
+
+
+class WorkerCounter:
+    """Ids that carry their maker: 16 bits of worker id, 48 bits of counter.
+
+    Safe to call from any thread: `itertools.count` is atomic under the interpreter lock.
+    """
+
+    def __init__(self, worker_id: int) -> None:
+        if not 0 <= worker_id <= MAX_WORKER_ID:
+            raise ValueError(f"a worker id must be within 0 and {MAX_WORKER_ID}, got {worker_id}")
+        self._base = worker_id << COUNTER_BITS
+        self._next = itertools.count(self._base)
+
+    def next(self) -> int:
+        return next(self._next)
+
+    @property
+    def max_id(self) -> int:
+        """The largest id that this worker can ever make."""
+        return self._base + (1 << COUNTER_BITS) - 1
+
+
+def worker_of(id_: int) -> int:
+    """The worker that made a context or message id."""
+    return id_ >> COUNTER_BITS

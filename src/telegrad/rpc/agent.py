@@ -1,0 +1,501 @@
+"""One worker: makes calls, runs calls, and carries the messages of the layers above.
+
+The way of a synchronous call is written out plainly here, because every step of it is paid by every
+call: pack, write, read, unpack at the caller; read, unpack, run, pack, write at the callee. No lock
+is taken and no thread is woken on it besides the callee's.
+
+A call from a worker to itself goes through the same packing, so a program behaves the same whether
+two roles share a process or not.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import struct
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch.futures import Future
+
+from telegrad.errors import RpcTimeout, SerializationError, TelegradError, WorkerLost
+from telegrad.rpc.multiplex import PendingCall
+from telegrad.rpc.network import Network, Send
+from telegrad.rpc.options import RpcOptions
+from telegrad.rpc.outcome import describe_function, pack_failure, rebuild_failure
+from telegrad.rpc.peer import Peer
+from telegrad.rpc.rendezvous import Directory
+from telegrad.rpc.seams import NO_CONTEXT, Handler, Recorder, Timer
+from telegrad.rpc.worker_info import WorkerInfo
+from telegrad.transport.base import ConnectionClosed, TransportTimeout
+from telegrad.wire.codec import Codec, Encoded
+from telegrad.wire.frames import Flags, Frame, Kind
+from telegrad.wire.references import function_named, name_of
+
+__all__ = ["Agent", "AsyncCall", "checked_future"]
+
+_log = logging.getLogger("telegrad.rpc")
+
+_CALL_HEAD = struct.Struct("<H")  # length of the function's name; 0: the function is in the payload
+
+_NO_KWARGS: dict[str, Any] = {}
+
+FrameHandler = Callable[[int, Frame, Send], None]
+"""Takes a message as it came, and answers it itself, with `Agent.answer`."""
+
+
+class Agent:
+    """A worker of a group. Threads may use it freely.
+
+    Args:
+        on_thread_start: runs first in each of the agent's threads: binds it to the agent.
+    """
+
+    def __init__(
+        self,
+        info: WorkerInfo,
+        incarnation: bytes,
+        secret: bytes,
+        options: RpcOptions,
+        directory: Directory,
+        codec: Codec,
+        on_thread_start: Callable[[Agent], None],
+    ) -> None:
+        self.info = info
+        self.options = options
+        self.directory = directory
+        self.codec = codec
+        self.recorder: Recorder | None = None
+        self.rpc_timeout = options.rpc_timeout
+        self.network = Network(
+            info,
+            incarnation,
+            secret,
+            options,
+            directory,
+            self._serve,
+            partial(on_thread_start, self),
+        )
+        self.admission: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Stands around the unpacking of a call; the call runs when it has been left."""
+        self._handlers: dict[Kind, Handler] = {}
+        self._frame_handlers: dict[Kind, FrameHandler] = {}
+        self._call_ids = itertools.count(1)
+        # Work begun and ended here, for a graceful shutdown. `next` is atomic, a lock is not free.
+        self._begun = itertools.count()
+        self._ended = itertools.count()
+
+    @property
+    def worker_id(self) -> int:
+        return self.info.id
+
+    # -- calls
+
+    def call(
+        self,
+        to: int,
+        func: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        timeout: float | None = None,
+    ) -> Any:
+        """Runs `func` on worker `to` and returns its result; what it raises is raised here."""
+        if to == self.info.id:
+            return self.call_async(to, func, args, kwargs, timeout).wait()
+        head, encoded, context, message = self.pack_call(to, func, args, kwargs)
+        peer = self.network.peer(to)
+        seconds = self.rpc_timeout if timeout is None else timeout
+        frame = peer.exchange(
+            Kind.CALL,
+            context,
+            message,
+            (head, encoded.payload),
+            encoded.buffers,
+            seconds or None,
+            lambda: f"the call of {describe_function(func)}",
+        )
+        return self._result(to, frame)
+
+    def call_async(
+        self,
+        to: int,
+        func: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        timeout: float | None = None,
+    ) -> Future[Any]:
+        """The same, without waiting. What goes wrong before the call has left is raised here."""
+        head, encoded, context, message = self.pack_call(to, func, args, kwargs)
+        call = AsyncCall(self, to, context, lambda: f"the call of {describe_function(func)}")
+        self.dispatch(
+            call, Kind.CALL, context, message, (head, encoded.payload), encoded.buffers, timeout
+        )
+        return call.future
+
+    def pack_call(
+        self, to: int, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | None
+    ) -> tuple[bytes, Encoded, int, int]:
+        name = name_of(func)
+        if name is not None:
+            encoded = self.codec.encode((args, kwargs or None), to, labels=("args", "kwargs"))
+            head = _CALL_HEAD.pack(len(name)) + name
+        else:
+            encoded = self.codec.encode(
+                (func, args, kwargs or None), to, labels=("func", "args", "kwargs")
+            )
+            head = _CALL_HEAD.pack(0)
+        return head, encoded, *self._record(to, encoded)
+
+    def _record(self, to: int, encoded: Encoded) -> tuple[int, int]:
+        recorder = self.recorder
+        if recorder is None:
+            return NO_CONTEXT, -1
+        context = recorder.current_context()
+        if context == NO_CONTEXT:
+            return NO_CONTEXT, -1
+        return context, recorder.record_send(context, to, encoded.tensors)
+
+    def dispatch(
+        self,
+        call: AsyncCall,
+        kind: Kind,
+        context: int,
+        message: int,
+        body: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        timeout: float | None,
+    ) -> None:
+        """Sends the request of an asynchronous call; `call` is settled by whatever ends it."""
+        seconds = self.rpc_timeout if timeout is None else timeout
+        call.seconds = seconds
+        call.deadline = time.monotonic() + seconds if seconds else math.inf
+        if call.to == self.info.id:
+            self._dispatch_to_self(call, kind, context, message, body, buffers)
+            return
+        call_id = next(self._call_ids)
+        try:
+            peer = call.peer = self.network.peer(call.to)
+            multiplex = peer.multiplex()
+            multiplex.expect(call_id, call)
+        except ConnectionClosed:
+            call.settle_error(peer.loss(call.what()))
+            return
+        except WorkerLost as error:
+            call.settle_error(error)
+            return
+        try:
+            multiplex.send(kind, 0, call_id, context, message, body, buffers)
+        except (ConnectionClosed, TransportTimeout) as error:
+            peer.lose(str(error))
+            if multiplex.forget(call_id):
+                call.fail(str(error))
+        except BaseException:
+            # Ctrl-C in the middle of a message: what follows on this connection is garbage.
+            multiplex.interrupt()
+            raise
+
+    def _dispatch_to_self(
+        self,
+        call: AsyncCall,
+        kind: Kind,
+        context: int,
+        message: int,
+        body: Sequence[bytes],
+        buffers: Sequence[memoryview],
+    ) -> None:
+        frame = _copied(kind, 0, 0, context, message, body, buffers)
+        outstanding = [call]  # emptied by whoever settles the call: the reply or the deadline
+
+        def reply(*parts: Any) -> None:
+            if outstanding:
+                outstanding.clear()
+                call.succeed(_copied(*parts))
+
+        def expire() -> None:
+            if outstanding:
+                outstanding.clear()
+                call.expire()
+
+        if call.seconds:
+            self.network.clock.call_later(call.seconds, expire)
+        self.network.work.submit(partial(self._serve, self.info.id, frame, reply))
+
+    # -- messages of the layers above
+
+    def post(self, to: int, kind: Kind, body: Any) -> None:
+        encoded = self.codec.encode(body, to)
+        if to == self.info.id:
+            frame = _copied(
+                kind, Flags.NO_ANSWER, 0, NO_CONTEXT, -1, (encoded.payload,), encoded.buffers
+            )
+            self.network.work.submit(partial(self._serve, to, frame, _drop))
+            return
+        self.network.peer(to).post(
+            kind, NO_CONTEXT, -1, (encoded.payload,), encoded.buffers, lambda: kind.name
+        )
+
+    def request(
+        self, to: int, kind: Kind, body: Any, *, timeout: float | None = None
+    ) -> Future[Any]:
+        encoded = self.codec.encode(body, to)
+        call = AsyncCall(self, to, NO_CONTEXT, lambda: kind.name)
+        self.dispatch(call, kind, NO_CONTEXT, -1, (encoded.payload,), encoded.buffers, timeout)
+        return call.future
+
+    def exchange(
+        self, to: int, kind: Kind, body: Any, timeout: float | None, what: Callable[[], str]
+    ) -> Any:
+        """A request on the synchronous path, within the context of this thread."""
+        encoded = self.codec.encode(body, to)
+        context, message = self._record(to, encoded)
+        seconds = self.rpc_timeout if timeout is None else timeout
+        frame = self.network.peer(to).exchange(
+            kind,
+            context,
+            message,
+            (encoded.payload,),
+            encoded.buffers,
+            seconds or None,
+            what,
+        )
+        return self._result(to, frame)
+
+    def handle(self, kind: Kind, handler: Handler) -> None:
+        if kind in self._handlers:
+            raise TelegradError(f"{kind.name} has a handler already")
+        self._handlers[kind] = handler
+
+    def handle_frame(self, kind: Kind, handler: FrameHandler) -> None:
+        self._frame_handlers[kind] = handler
+
+    def watch_losses(self, callback: Callable[[int, str], None]) -> None:
+        self.network.watch_losses(callback)
+
+    def call_later(self, seconds: float, callback: Callable[[], None]) -> Timer:
+        return self.network.clock.call_later(seconds, callback)
+
+    # -- serving
+
+    def _serve(self, source: int, frame: Frame, send: Send) -> None:
+        """Runs a message that came in, and answers it now or, if it is deferred, later."""
+        counted = frame.kind is not Kind.GATHER  # those ask whether anything is going on
+        if counted:
+            next(self._begun)
+        deferred: Future[Any] | None = None
+        try:
+            handler = self._frame_handlers.get(frame.kind)
+            if handler is not None:
+                handler(source, frame, send)
+            else:
+                if frame.context_id == NO_CONTEXT or self.recorder is None:
+                    value, deferred = self._run(source, frame)
+                else:
+                    with self.recorder.enter(frame.context_id):
+                        value, deferred = self._run(source, frame)
+                if deferred is None:
+                    self.answer(source, frame, send, value)
+        except BaseException as error:  # noqa: BLE001 - whatever a function raises is its caller's
+            self._answer_failure(frame, send, error)
+        if deferred is not None:
+            deferred.add_done_callback(partial(self._answer_deferred, source, frame, send))
+        elif counted:
+            next(self._ended)
+
+    def _run(self, source: int, frame: Frame) -> tuple[Any, Future[Any] | None]:
+        """The message's value, or the future that will have it."""
+        if frame.kind is Kind.CALL:
+            func, args, kwargs = self.unpack_call(source, frame, 0)
+            frame.buffers = []  # a tensor argument's memory is free again when the function is done
+            value = func(*args, **kwargs)
+            if hasattr(func, "_wrapped_async_rpc_function"):
+                return None, checked_future(func, value)
+            return value, None
+        handler = self._handlers.get(frame.kind)
+        if handler is None:
+            raise TelegradError(f"this worker does not handle {frame.kind.name} messages")
+        value = handler(source, self._decode(source, frame, frame.body))
+        return (None, value) if isinstance(value, Future) else (value, None)
+
+    def unpack_call(
+        self, source: int, frame: Frame, offset: int
+    ) -> tuple[Callable[..., Any], Sequence[Any], dict[str, Any]]:
+        """The function and arguments in a request, whose call head begins at `offset`."""
+        body = memoryview(frame.body)
+        (length,) = _CALL_HEAD.unpack_from(body, offset)
+        start = offset + _CALL_HEAD.size
+        with self.admission():
+            if length:
+                func = function_named(bytes(body[start : start + length]))
+                args, kwargs = self._decode(source, frame, body[start + length :])
+            else:
+                func, args, kwargs = self._decode(source, frame, body[start:])
+        return func, args, kwargs or _NO_KWARGS
+
+    def context_of(self, frame: Frame) -> AbstractContextManager[None]:
+        """The autograd context that a message belongs to, for the work it asks for."""
+        if frame.context_id == NO_CONTEXT or self.recorder is None:
+            return nullcontext()
+        return self.recorder.enter(frame.context_id)
+
+    def _decode(self, source: int, frame: Frame, payload: bytes | memoryview) -> Any:
+        context, recorder = frame.context_id, self.recorder
+        if context == NO_CONTEXT or recorder is None:
+            return self.codec.decode(payload, frame.buffers)
+        has_history = False
+
+        def attach(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+            nonlocal has_history
+            has_history = True
+            return recorder.record_receive(context, frame.message_id, source, tensors)
+
+        value = self.codec.decode(payload, frame.buffers, attach)
+        if not has_history:
+            recorder.record_receive(context, frame.message_id, source, [])
+        return value
+
+    def answer(self, source: int, frame: Frame, send: Send, value: Any) -> None:
+        """Answers a message with a value."""
+        if frame.flags & Flags.NO_ANSWER:
+            return
+        try:
+            encoded = self.codec.encode(value, source, root="result")
+            message = -1
+            if frame.context_id != NO_CONTEXT and self.recorder is not None:
+                message = self.recorder.record_send(frame.context_id, source, encoded.tensors)
+        except Exception as error:  # noqa: BLE001 - a result that cannot be sent fails its call
+            self._answer_failure(frame, send, error)
+            return
+        try:
+            send(
+                Kind.REPLY,
+                0,
+                frame.call_id,
+                frame.context_id,
+                message,
+                (encoded.payload,),
+                encoded.buffers,
+            )
+        except (ConnectionClosed, TransportTimeout):
+            pass  # the caller gave up, left or died: nobody waits for this
+
+    def _answer_failure(self, frame: Frame, send: Send, error: BaseException) -> None:
+        if frame.flags & Flags.NO_ANSWER:
+            _log.error("handling a %s message failed", frame.kind.name, exc_info=error)
+            return
+        encoded = pack_failure(self.codec, error, self.info)
+        try:
+            send(Kind.ERROR, 0, frame.call_id, NO_CONTEXT, -1, (encoded.payload,), encoded.buffers)
+        except (ConnectionClosed, TransportTimeout):
+            pass  # nobody waits for this any more
+
+    def _answer_deferred(
+        self, source: int, frame: Frame, send: Send, future: Future[Any]
+    ) -> None:
+        try:
+            value = future.wait()  # it is done: this does not wait
+        except Exception as error:  # noqa: BLE001 - it belongs to the caller
+            self._answer_failure(frame, send, error)
+        else:
+            self.answer(source, frame, send, value)
+        if frame.kind is not Kind.GATHER:
+            next(self._ended)
+
+    def _result(self, source: int, frame: Frame) -> Any:
+        """What a reply holds: returned, or raised."""
+        if frame.kind is Kind.REPLY:
+            return self._decode(source, frame, frame.body)
+        if frame.kind is Kind.ERROR:
+            raise rebuild_failure(self.codec, self.codec.decode(frame.body, frame.buffers))
+        raise TelegradError(f"a {frame.kind.name} message came where a reply was expected")
+
+    # -- the state of things
+
+    def work_counts(self) -> tuple[int, int]:
+        """How many messages have been begun and ended here, ever."""
+        ended = self._ended.__reduce__()[1][0]
+        return self._begun.__reduce__()[1][0], ended
+
+    def pending_calls(self) -> int:
+        return sum(peer.pending_count for peer in self.network.peers())
+
+
+class AsyncCall(PendingCall):
+    """A call whose reply settles a future, within the context in which the call was made."""
+
+    __slots__ = ("_agent", "_context", "future", "peer", "seconds", "to", "what")
+
+    def __init__(self, agent: Agent, to: int, context: int, what: Callable[[], str]) -> None:
+        self._agent = agent
+        self._context = context
+        self.to = to
+        self.what = what
+        self.seconds = 0.0
+        self.deadline = math.inf
+        self.peer: Peer | None = None
+        self.future: Future[Any] = Future()
+
+    def succeed(self, frame: Frame) -> None:
+        try:
+            value = self._agent._result(self.to, frame)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is the caller's
+            self.settle_error(error)
+            return
+        recorder = self._agent.recorder
+        if self._context == NO_CONTEXT or recorder is None:
+            self.future.set_result(value)
+        else:
+            with recorder.enter(self._context):  # callbacks run in here
+                self.future.set_result(value)
+
+    def settle_error(self, error: Exception) -> None:
+        self.future.set_exception(error)
+
+    def fail(self, reason: str) -> None:
+        if self.peer is not None:
+            self.settle_error(self.peer.loss(self.what()))
+
+    def expire(self) -> None:
+        if self.peer is not None:
+            self.settle_error(self.peer.timed_out(self.seconds, self.what()))
+        else:
+            self.settle_error(
+                RpcTimeout(
+                    f"RPC ran for more than set timeout ({self.seconds * 1000:.0f} ms) and will "
+                    f"now be marked with an error: {self.what()} on this worker itself",
+                    worker=self._agent.info.name,
+                    seconds=self.seconds,
+                )
+            )
+
+
+def checked_future(func: Callable[..., Any], value: Any) -> Future[Any]:
+    if isinstance(value, Future):
+        return value
+    raise SerializationError(
+        "Functions decorated with @rpc.functions.async_execution must return a "
+        f"torch.futures.Future object, but {describe_function(func)} returned a "
+        f"{type(value).__name__}"
+    )
+
+
+def _copied(
+    kind: Kind,
+    flags: int = 0,
+    call_id: int = 0,
+    context_id: int = NO_CONTEXT,
+    message_id: int = -1,
+    body: Sequence[bytes | memoryview] = (),
+    buffers: Sequence[memoryview] = (),
+) -> Frame:
+    """A message as it would come off a connection."""
+    copies = [bytearray(buffer) for buffer in buffers]
+    return Frame(kind, flags, call_id, context_id, message_id, b"".join(body), list(copies))
+
+
+def _drop(*parts: Any) -> None:
+    """Where the answer to a post to oneself goes."""

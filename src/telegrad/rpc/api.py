@@ -1,0 +1,271 @@
+"""Remote calls, as `torch.distributed.rpc` has them.
+
+Every function acts for the worker that `init_rpc` has started in this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch.distributed as dist
+import torch.futures
+from torch.futures import Future
+
+from telegrad.errors import RpcTimeout, TelegradError
+from telegrad.rpc import current
+from telegrad.rpc.options import RpcOptions
+from telegrad.rpc.rref import RRef
+from telegrad.rpc.rref_lookup import set_table_lookup
+from telegrad.rpc.worker import Worker, start_worker
+from telegrad.rpc.worker_info import WorkerInfo
+
+__all__ = [
+    "UNSET_RPC_TIMEOUT",
+    "get_rpc_timeout",
+    "get_worker_info",
+    "init_rpc",
+    "is_initialized",
+    "remote",
+    "rpc_async",
+    "rpc_sync",
+    "shutdown",
+]
+
+_log = logging.getLogger("telegrad.rpc")
+
+UNSET_RPC_TIMEOUT = -1.0
+"""As a timeout: the worker's default. Zero means none."""
+
+_init_lock = threading.Lock()  # one thread starts or ends the process's worker
+_collecting = threading.local()
+
+set_table_lookup(lambda: current.current().references.table)
+
+
+def init_rpc(
+    name: str,
+    backend: None = None,
+    rank: int = -1,
+    world_size: int | None = None,
+    rpc_backend_options: RpcOptions | None = None,
+    *,
+    store: dist.Store | None = None,
+) -> None:
+    """Makes this process a worker: it can call others from now on, and be called.
+
+    Returns when all workers of the group are there, or, in an open group, at once.
+
+    Args:
+        name: unique in the group; letters, digits, `_`, `:` and `-`.
+        backend: there is one; the argument is kept for programs that pass None.
+        rank: the worker's id, from 0. By default `RANK` of the environment.
+        world_size: the size of the group. None takes `WORLD_SIZE` of the environment if no rank is
+            given either; otherwise it means an open group, which workers join and leave.
+        rpc_backend_options: see `RpcOptions`.
+        store: where the workers meet, instead of `init_method`.
+
+    Raises:
+        TelegradError: this process is a worker already, or the group did not come together.
+        ValueError: a rank or size that cannot be.
+    """
+    if backend is not None:
+        raise TypeError(f"telegrad has one backend: leave backend=None, got {backend!r}")
+    options = rpc_backend_options if rpc_backend_options is not None else RpcOptions()
+    if not isinstance(options, RpcOptions):
+        raise TypeError(f"rpc_backend_options must be an RpcOptions, got {options!r}")
+    with _init_lock:
+        if current.is_set():
+            raise TelegradError("RPC is already initialized: call shutdown() first")
+        current.set_current(start_worker(name, rank, world_size, options, store))
+
+
+def is_initialized() -> bool:
+    """Whether this process is a worker now."""
+    return current.is_set()
+
+
+def shutdown(graceful: bool = True, timeout: float = 0) -> None:
+    """Ends this process's part in the group. Afterwards `init_rpc` may be called again.
+
+    Args:
+        graceful: waits until all workers have called it and no work is left anywhere. A worker
+            that has died is not waited for. Otherwise ends at once: whatever others still have to
+            do with this worker fails there.
+        timeout: seconds that a graceful end may take; 0 is no limit.
+
+    Raises:
+        RpcTimeout: it took longer. The worker is ended all the same.
+    """
+    with _init_lock:
+        worker = current.current()
+        try:
+            worker.shutdown(graceful=graceful, timeout=timeout)
+        finally:
+            current.set_current(None)
+
+
+def rpc_sync(
+    to: str | int | WorkerInfo,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: dict[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Any:
+    """Runs `func` on worker `to` and returns its result.
+
+    Args:
+        to: a worker's name, rank or `WorkerInfo`; also this worker itself.
+        func: a function, method, class, torch builtin or TorchScript function. Lambdas and closures
+            work, but are sent whole, and slower.
+        args, kwargs: its arguments; tensors in them arrive as copies.
+        timeout: seconds; 0 is no limit, by default that of `RpcOptions.rpc_timeout`.
+
+    Raises:
+        RpcTimeout: the reply did not come in time; the function may still be running.
+        WorkerLost: the worker died, or cannot be reached.
+        SerializationError: an argument or the result cannot be sent; it says which.
+        Exception: whatever the function raised; its cause holds the remote traceback.
+    """
+    worker = current.current()
+    return worker.agent.call(
+        _id_of(worker, to), func, args or (), kwargs, None if timeout < 0 else timeout
+    )
+
+
+def rpc_async(
+    to: str | int | WorkerInfo,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: dict[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Future[Any]:
+    """The same as `rpc_sync`, but returns a future at once. What `rpc_sync` would raise, the
+    future's `wait` does; an argument that cannot be sent is raised here."""
+    worker = current.current()
+    future = worker.agent.call_async(
+        _id_of(worker, to), func, args or (), kwargs, None if timeout < 0 else timeout
+    )
+    collected: list[Future[Any]] | None = getattr(_collecting, "futures", None)
+    if collected is not None:
+        collected.append(future)
+    return future
+
+
+def remote(
+    to: str | int | WorkerInfo,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: dict[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> RRef[Any]:
+    """Runs `func` on worker `to`, which keeps the result, and returns a reference to it at once.
+
+    Args:
+        timeout: seconds within which the owner must have taken note of the call, not for the
+            function itself. If it has not, uses of the reference raise that.
+    """
+    worker = current.current()
+    return worker.references.remote(
+        _id_of(worker, to), func, args or (), kwargs, None if timeout < 0 else timeout
+    )
+
+
+def _id_of(worker: Worker, to: str | int | WorkerInfo) -> int:
+    if isinstance(to, WorkerInfo):
+        return to.id
+    return _find(worker, to).id
+
+
+def _find(worker: Worker, to: str | int) -> WorkerInfo:
+    network = worker.agent.network
+    info: WorkerInfo | None = None
+    if isinstance(to, str):
+        info = network.find(to)
+    elif isinstance(to, int) and not isinstance(to, bool):
+        name = network.name_of(to)
+        info = WorkerInfo(name, to) if name is not None else None
+    else:
+        raise ValueError(
+            f"a worker is named by its name, rank or WorkerInfo, got a {type(to).__name__}"
+        )
+    if info is None:
+        names = ", ".join(member.name for member in network.members())
+        raise TelegradError(
+            f"could not find destination {to!r}: the workers of this group are {names}"
+        )
+    return info
+
+
+def get_worker_info(worker_name: str | int | None = None) -> WorkerInfo:
+    """A worker's name and id; without an argument, this worker's."""
+    worker = current.current()
+    return worker.info if worker_name is None else _find(worker, worker_name)
+
+
+def get_rpc_timeout() -> float:
+    """Seconds after which a call fails that says nothing else; 0 is never."""
+    return current.current().agent.rpc_timeout
+
+
+def _set_rpc_timeout(seconds: float) -> None:
+    if seconds < 0:
+        raise ValueError(f"a timeout must not be negative, got {seconds}")
+    current.current().agent.rpc_timeout = float(seconds)
+
+
+@contextlib.contextmanager
+def _wait_all() -> Iterator[None]:
+    """Waits, at its end, for all futures that `rpc_async` gave to this thread within it."""
+    _collecting.futures = []
+    try:
+        yield
+    finally:
+        try:
+            torch.futures.wait_all(_collecting.futures)
+        finally:
+            del _collecting.futures
+
+
+def _all_gather(
+    obj: Any, worker_names: Iterable[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT
+) -> dict[str, Any]:
+    """What each worker has passed to this function, by worker name; all must call it.
+
+    Args:
+        worker_names: the workers that take part, this one among them; by default all.
+        timeout: seconds; by default that of calls, 0 is no limit.
+
+    Raises:
+        RpcTimeout, WorkerLost
+    """
+    worker = current.current()
+    members = worker.agent.network.members()
+    if worker_names is not None:
+        members = [_find(worker, name) for name in sorted(set(worker_names))]
+    seconds = worker.agent.rpc_timeout if timeout < 0 else timeout
+    try:
+        found = worker.gatherings.gather([m.id for m in members], obj, timeout=seconds)
+    except RpcTimeout as error:
+        raise RpcTimeout(
+            f"workers timed out in _all_gather after {seconds:.2f} seconds: {error}",
+            worker=error.worker,
+            seconds=seconds,
+        ) from None
+    return {member.name: found[member.id] for member in members}
+
+
+def _barrier(worker_names: Iterable[str]) -> None:
+    """Waits until each of the workers has called it. A failure is logged, as upstream does."""
+    try:
+        _all_gather(None, worker_names)
+    except TelegradError:
+        _log.exception("Failed to complete barrier")
+
+
+def _rref_context_get_debug_info() -> dict[str, str]:
+    """How many references and values this worker keeps."""
+    return current.current().references.table.debug_info()

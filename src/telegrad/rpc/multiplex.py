@@ -1,0 +1,191 @@
+"""One connection that carries many calls at a time, in both directions.
+
+A reader thread takes frames off it. A reply completes its future right there: that is one thread
+wake-up less than passing it on. But completing a future runs the callbacks that a program has
+chained to it, and one of them may wait for a reply that comes on this very connection. So reading
+is a role, not a thread: when the clock finds the reader stuck in a completion, it starts a new
+reader, and the old one leaves once its callback returns.
+
+The reader never sends. Were it to wait for a full socket, two workers that send to each other could
+stop each other for good.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from telegrad.transport.base import Connection, ConnectionClosed, TransportTimeout
+from telegrad.wire.frames import Frame, Kind
+
+__all__ = ["Multiplex", "PendingCall"]
+
+_STUCK_AFTER = 0.05
+
+
+class PendingCall:
+    """A call that was sent and waits for its reply. Whoever removes it from the table settles it.
+
+    Subclasses say what a reply and an error mean.
+    """
+
+    __slots__ = ("deadline",)
+
+    deadline: float
+    """When it fails with a timeout; infinite for never."""
+
+    def succeed(self, frame: Frame) -> None:
+        raise NotImplementedError
+
+    def fail(self, reason: str) -> None:
+        """The worker was lost."""
+        raise NotImplementedError
+
+    def expire(self) -> None:
+        """The deadline passed."""
+        raise NotImplementedError
+
+
+class Multiplex:
+    """
+    Args:
+        on_request: gets each frame that is no reply; must not block.
+        on_closed: called once with the reason when the connection has ended.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        name: str,
+        on_request: Callable[[Multiplex, Frame], None],
+        on_closed: Callable[[Multiplex, str], None],
+        on_thread_start: Callable[[], None],
+    ) -> None:
+        self._connection = connection
+        self._name = name
+        self._on_request = on_request
+        self._on_closed = on_closed
+        self._on_thread_start = on_thread_start
+        self._send_lock = threading.Lock()  # one message at a time leaves; nothing else
+        self._pending: dict[int, PendingCall] = {}
+        self._next_deadline = float("inf")
+        self._reader: threading.Thread | None = None
+        self._readers: set[threading.Thread] = set()
+        self._busy_since = 0.0  # when the reader began a completion; 0 while it reads
+        self._is_closed = False
+        self._reads_seen = 0
+        self.heard_at = time.monotonic()
+
+    def start(self) -> None:
+        self._start_reader()
+
+    def send(
+        self,
+        kind: Kind,
+        flags: int = 0,
+        call_id: int = 0,
+        context_id: int = -1,
+        message_id: int = -1,
+        body: Sequence[bytes | memoryview] = (),
+        buffers: Sequence[memoryview] = (),
+    ) -> None:
+        with self._send_lock:
+            self._connection.send(kind, flags, call_id, context_id, message_id, body, buffers)
+
+    def expect(self, call_id: int, call: PendingCall) -> None:
+        """Registers a call before its request is sent."""
+        self._pending[call_id] = call
+        if call.deadline < self._next_deadline:
+            self._next_deadline = call.deadline
+        if self._is_closed and self._pending.pop(call_id, None) is not None:
+            raise ConnectionClosed("the connection is closed")
+
+    def forget(self, call_id: int) -> bool:
+        """Takes a call back; False if somebody else settles it."""
+        return self._pending.pop(call_id, None) is not None
+
+    @property
+    def pending_count(self) -> int:
+        return len(self._pending)
+
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
+
+    def tick(self, now: float) -> None:
+        """Expires calls whose time is over, and replaces a reader that is stuck."""
+        if self._connection.reads != self._reads_seen:
+            self._reads_seen = self._connection.reads
+            self.heard_at = now
+        if self._next_deadline <= now:
+            self._expire(now)
+        busy = self._busy_since
+        if busy and now - busy > _STUCK_AFTER and not self._is_closed:
+            self._busy_since = 0.0
+            self._start_reader()
+
+    def _expire(self, now: float) -> None:
+        self._next_deadline = float("inf")  # calls added from now on lower it themselves
+        earliest = float("inf")
+        for call_id, call in list(self._pending.items()):
+            if call.deadline > now:
+                earliest = min(earliest, call.deadline)
+            elif self._pending.pop(call_id, None) is not None:
+                call.expire()
+        self._next_deadline = min(self._next_deadline, earliest)
+
+    def interrupt(self) -> None:
+        self._connection.interrupt()
+
+    def join(self, timeout: float) -> None:
+        for thread in list(self._readers):
+            if thread is not threading.current_thread():
+                thread.join(timeout)
+
+    def _start_reader(self) -> None:
+        thread = threading.Thread(target=self._read, name=f"{self._name}-reader", daemon=True)
+        self._readers.add(thread)
+        self._reader = thread
+        thread.start()
+
+    def _read(self) -> None:
+        self._on_thread_start()
+        me = threading.current_thread()
+        reason = ""
+        try:
+            while self._reader is me:
+                frame = self._connection.receive()  # ends by a frame, a loss or interrupt()
+                self._busy_since = time.monotonic()
+                self._take(frame)
+                del frame
+                if self._reader is me:
+                    self._busy_since = 0.0
+            return
+        except (ConnectionClosed, TransportTimeout) as closed:
+            reason = str(closed)
+        except Exception as error:  # noqa: BLE001 - the stream is broken: nothing on it can be trusted
+            reason = f"{type(error).__name__}: {error}"
+        finally:
+            self._readers.discard(me)
+        self._close(reason)
+
+    def _take(self, frame: Frame) -> None:
+        kind = frame.kind
+        if kind is Kind.REPLY or kind is Kind.ERROR:
+            call = self._pending.pop(frame.call_id, None)
+            if call is not None:  # else it came too late, and its buffers die here
+                call.succeed(frame)
+        elif kind is not Kind.PONG:
+            self._on_request(self, frame)
+
+    def _close(self, reason: str) -> None:
+        self._is_closed = True
+        self._connection.close()
+        self._on_closed(self, reason)
+        while self._pending:
+            try:
+                _, call = self._pending.popitem()
+            except KeyError:
+                break  # another thread settled the last one
+            call.fail(reason)

@@ -1,0 +1,461 @@
+"""The workers around this one: who they are, the connections to them, who is alive.
+
+Listens, lets in whoever proves the cluster's secret, connects to others at first use, and tells
+its watchers of every loss. What messages mean is not its business: it hands each one to `serve`,
+with the sender's id and a function that answers on the connection it came from.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+
+from telegrad.errors import AuthenticationError, ProtocolError, TelegradError, WorkerLost
+from telegrad.rpc.clock import Clock
+from telegrad.rpc.multiplex import Multiplex
+from telegrad.rpc.options import RpcOptions
+from telegrad.rpc.peer import Peer
+from telegrad.rpc.rendezvous import Directory, Record, address_towards, host_identity
+from telegrad.rpc.work_pool import WorkPool
+from telegrad.rpc.worker_info import WorkerInfo
+from telegrad.transport import shm
+from telegrad.transport.base import Connection, ConnectionClosed, Listener, Transport, TransportTimeout
+from telegrad.transport.handshake import Identity, Purpose, answer, introduce
+from telegrad.transport.inproc import InprocTransport
+from telegrad.transport.sockets import TcpTransport, UnixTransport
+from telegrad.wire.frames import Flags, Frame, Kind
+from telegrad.wire.memory import BufferPool
+
+__all__ = ["Network", "Send"]
+
+_log = logging.getLogger("telegrad.rpc")
+
+Send = Callable[..., None]
+"""`Connection.send`, of the connection that a message came on."""
+
+Serve = Callable[[int, Frame, Send], None]
+
+_HANDSHAKE_SECONDS = 5.0
+_MOST_STRANGERS = 64  # connections that have not proved themselves yet
+_TRIM_SECONDS = 1.0
+
+
+class Network:
+    """
+    Args:
+        serve: runs a message that came from worker `source`, on a thread that it may block.
+        on_thread_start: runs first in each thread made here.
+    """
+
+    def __init__(
+        self,
+        info: WorkerInfo,
+        incarnation: bytes,
+        secret: bytes,
+        options: RpcOptions,
+        directory: Directory,
+        serve: Serve,
+        on_thread_start: Callable[[], None],
+    ) -> None:
+        self.info = info
+        self.incarnation = incarnation
+        self._secret = secret
+        self._options = options
+        self._directory = directory
+        self._serve = serve
+        self._on_thread_start = on_thread_start
+        self._host = host_identity()
+        self._memory_pool = BufferPool()
+        self.clock = Clock(info.name, self._tick)
+        self.work = WorkPool(info.name, options.num_worker_threads, on_thread_start)
+        self._peers: dict[int, Peer] = {}
+        self._records: dict[int, Record] = {}
+        self._ids: dict[str, int] = {info.name: info.id}
+        self._members_lock = threading.Lock()  # guards the three tables above
+        self._loss_watchers: list[Callable[[int, str], None]] = []
+        self._listeners: list[Listener] = []
+        self._transports: dict[str, Transport] = {}
+        self._threads: set[threading.Thread] = set()
+        self._threads_lock = threading.Lock()  # guards the set above
+        self._strangers: collections.deque[Connection] = collections.deque()
+        self._complaints: set[str] = set()
+        self._trimmed_at = 0.0
+        self._is_closing = False
+
+    # -- starting
+
+    def listen(self, *, all_local: bool) -> Record:
+        """Opens the listeners and returns this worker's record."""
+        options = self._options
+        limits = options.limits
+        tls = options.tls
+        if options.transport == "inproc":
+            self._transports["inproc"] = InprocTransport()
+        if options.transport in ("auto", "unix"):
+            self._transports["unix"] = UnixTransport(self._memory_pool, limits)
+        if options.transport == "tcp" or (options.transport == "auto" and not all_local):
+            host = options.host
+            if host is None:
+                host = "127.0.0.1" if all_local else address_towards(options.init_method)
+            self._transports["tls" if tls else "tcp"] = TcpTransport(
+                self._memory_pool,
+                limits,
+                host=host,
+                server_tls=tls.server_context() if tls else None,
+                client_tls=tls.client_context() if tls else None,
+            )
+        if options.wrap_transport is not None:
+            for scheme, transport in self._transports.items():
+                self._transports[scheme] = options.wrap_transport(transport)
+        for transport in self._transports.values():
+            self._listeners.append(transport.listen())
+        return Record(
+            name=self.info.name,
+            id=self.info.id,
+            incarnation=self.incarnation.hex(),
+            host=self._host,
+            addresses=[listener.address for listener in self._listeners],
+        )
+
+    def start(self) -> None:
+        for listener in self._listeners:
+            self._spawn("accept", partial(self._accept, listener))
+        self.clock.start()
+
+    # -- members
+
+    def introduce_member(self, record: Record) -> None:
+        """A worker is (again) part of the group; a new incarnation replaces the old one."""
+        replaced: Peer | None = None
+        with self._members_lock:
+            known = self._records.get(record.id)
+            if known is not None and known.incarnation == record.incarnation:
+                return
+            self._records[record.id] = record
+            self._ids[record.name] = record.id
+            if record.id != self.info.id:
+                replaced = self._peers.get(record.id)
+                self._peers[record.id] = self._new_peer(record)
+        if replaced is not None:
+            replaced.lose("another worker has taken its place")
+
+    def forget_member(self, worker_id: int) -> None:
+        """A worker has left an open group."""
+        with self._members_lock:
+            record = self._records.pop(worker_id, None)
+            peer = self._peers.pop(worker_id, None)
+            if record is not None and self._ids.get(record.name) == worker_id:
+                del self._ids[record.name]
+        if peer is not None:
+            peer.lose("it has left the group")
+
+    def members(self) -> list[WorkerInfo]:
+        with self._members_lock:
+            return [record.info for _, record in sorted(self._records.items())]
+
+    def find(self, name: str) -> WorkerInfo | None:
+        """A worker by its name; in an open group also one that has just come."""
+        worker_id = self._ids.get(name)
+        if worker_id is None and self._directory.is_open:
+            self._read_newcomers()
+            worker_id = self._ids.get(name)
+        return None if worker_id is None else WorkerInfo(name, worker_id)
+
+    def name_of(self, worker_id: int) -> str | None:
+        record = self._records.get(worker_id)
+        if record is None and self._directory.is_open:
+            self._read_newcomers()
+            record = self._records.get(worker_id)
+        return None if record is None else record.name
+
+    def peer(self, worker_id: int) -> Peer:
+        peer = self._peers.get(worker_id)
+        if peer is None:
+            if self.name_of(worker_id) is None or worker_id not in self._peers:
+                raise WorkerLost(f"there is no worker with id {worker_id} in the group")
+            peer = self._peers[worker_id]
+        return peer
+
+    def watch(self, worker_id: int) -> None:
+        """Makes sure that the loss of a worker would be noticed, also if it is lost already."""
+        if worker_id == self.info.id:
+            return
+        try:
+            peer = self.peer(worker_id)
+            peer.multiplex()
+        except WorkerLost as error:
+            if worker_id in self._peers:
+                self._peers[worker_id].lose(error.reason)
+
+    def is_lost(self, worker_id: int) -> bool:
+        """Whether a worker was reached once and is gone now."""
+        peer = self._peers.get(worker_id)
+        return worker_id != self.info.id and (peer is None or peer.is_lost)
+
+    def peers(self) -> list[Peer]:
+        with self._members_lock:
+            return list(self._peers.values())
+
+    def _read_newcomers(self) -> None:
+        for record in self._directory.newcomers():
+            self.introduce_member(record)
+
+    def _new_peer(self, record: Record) -> Peer:
+        shares = (
+            self._options.shared_memory
+            and record.host == self._host
+            and "unix" in self._transports
+            and shm.is_available()
+        )
+        return Peer(
+            record.info,
+            bytes.fromhex(record.incarnation),
+            self._connect,
+            self._new_multiplex,
+            self._lost,
+            shm.SharedMemory() if shares else None,
+            (self._options.heartbeat_interval, self._options.heartbeat_timeout),
+        )
+
+    # -- connecting
+
+    def _connect(self, peer: Peer, purpose: Purpose) -> Connection:
+        if self._is_closing:
+            raise WorkerLost(
+                f"worker {peer.info.name!r} cannot be called: this worker is shutting down",
+                worker=peer.info.name,
+                reason="this worker is shutting down",
+            )
+        address = self._address_of(peer)
+        scheme = address.partition(":")[0]
+        timeout = self._options.connect_timeout
+        connection: Connection | None = None
+        try:
+            connection = self._transports[scheme].connect(address, timeout)
+            connection.set_timeout(timeout)
+            introduce(
+                connection,
+                self._secret,
+                Identity(
+                    self.info.id, peer.info.id, purpose, self.incarnation, peer.incarnation
+                ),
+            )
+            connection.set_timeout(None)
+        except (ConnectionClosed, TransportTimeout, AuthenticationError, ProtocolError) as error:
+            if connection is not None:
+                connection.close()
+            if isinstance(error, TransportTimeout):
+                error = TransportTimeout(f"no answer within {timeout:g} seconds")
+            raise peer.unreachable(error) from None
+        return connection
+
+    def _address_of(self, peer: Peer) -> str:
+        record = self._records[peer.info.id]
+        for address in record.addresses:
+            scheme = address.partition(":")[0]
+            if scheme in self._transports and (scheme != "unix" or record.host == self._host):
+                return address
+        raise WorkerLost(
+            f"worker {peer.info.name!r} listens at {', '.join(record.addresses) or 'no address'}, "
+            f"and this worker speaks {', '.join(self._transports)}: give both the same transport "
+            "and TLS options",
+            worker=peer.info.name,
+            reason="no transport in common",
+        )
+
+    def answers(self, record: Record) -> bool:
+        """Whether a worker is alive at the addresses of a record."""
+        for address in record.addresses:
+            scheme = address.partition(":")[0]
+            if scheme not in self._transports or (scheme == "unix" and record.host != self._host):
+                continue
+            try:
+                self._transports[scheme].connect(address, 1.0).close()
+            except ConnectionClosed:
+                continue
+            return True
+        return False
+
+    # -- being connected to
+
+    def _accept(self, listener: Listener) -> None:
+        while not self._is_closing:
+            try:
+                connection = listener.accept()  # ends by a connection or listener.close()
+            except ConnectionClosed as error:
+                if self._is_closing:
+                    return
+                # Out of descriptors, say. The listener is still there: try again in a moment.
+                self._complain(f"a connection could not be accepted: {error}")
+                time.sleep(0.05)
+                continue
+            self._strangers.append(connection)
+            if len(self._strangers) > _MOST_STRANGERS:
+                # Whoever is silent longest goes: a crowd of strangers cannot shut friends out.
+                self._strangers.popleft().interrupt()
+            self._spawn("lane", partial(self._admit, connection))
+
+    def _admit(self, connection: Connection) -> None:
+        """Runs a connection that somebody opened to this worker, to its end."""
+        identity = self._identify(connection)
+        try:
+            self._strangers.remove(connection)
+        except ValueError:
+            pass  # it was the oldest of too many, and has been interrupted
+        if identity is None:
+            connection.close()
+            return
+        peer = self._peers[identity.worker_id]
+        peer.add(connection)
+        if identity.purpose is Purpose.MULTIPLEX:
+            peer.adopt(self._new_multiplex(peer, connection))
+        else:
+            self._serve_lane(peer, connection)
+
+    def _identify(self, connection: Connection) -> Identity | None:
+        try:
+            # Ends in an identity or, at the latest, after three times this many seconds.
+            connection.set_timeout(_HANDSHAKE_SECONDS)
+            identity = answer(connection, self._secret)
+            connection.set_timeout(None)
+            self._recognise(identity)
+            return identity
+        except (AuthenticationError, ProtocolError) as error:
+            self._complain(f"refused a connection: {error}")
+        except TransportTimeout:
+            self._complain("refused a connection: it did not say who it is")
+        except ConnectionClosed:
+            pass  # somebody looked in and left: a port scan, or a check whether we are alive
+        return None
+
+    def _recognise(self, identity: Identity) -> None:
+        if identity.target_id != self.info.id or identity.target_incarnation != self.incarnation:
+            raise ProtocolError("it looks for another worker")
+        peer = self._peers.get(identity.worker_id)
+        if peer is None or peer.incarnation != identity.incarnation:
+            record = self._directory.record_of(identity.worker_id)
+            if record is None or record.incarnation != identity.incarnation.hex():
+                raise ProtocolError(f"worker {identity.worker_id} is not part of the group")
+            self.introduce_member(record)
+
+    def _serve_lane(self, peer: Peer, lane: Connection) -> None:
+        serve, source = self._serve, peer.info.id
+        try:
+            while True:
+                frame = lane.receive()  # ends by a request, a loss or interrupt()
+                serve(source, frame, lane.send)
+                if frame.flags & Flags.NO_ANSWER:
+                    lane.send(Kind.RECEIPT)
+                del frame  # its tensors must not live until the next request comes
+        except (ConnectionClosed, TransportTimeout):
+            pass  # the caller gave up on it, left or died; the multiplex knows which
+        except ProtocolError as error:
+            self._complain(f"worker {peer.info.name!r} broke the protocol: {error}")
+        finally:
+            peer.remove(lane)
+            lane.close()
+
+    def _new_multiplex(self, peer: Peer, connection: Connection) -> Multiplex:
+        return Multiplex(
+            connection,
+            f"{self.info.name}-{peer.info.name}",
+            partial(self._on_request, peer),
+            partial(self._on_closed, peer),
+            self._on_thread_start,
+        )
+
+    def _on_request(self, peer: Peer, multiplex: Multiplex, frame: Frame) -> None:
+        if frame.kind is Kind.GOODBYE:
+            peer.lose("it has shut down")
+        elif frame.kind is Kind.PING:
+            self.work.submit(partial(_pong, multiplex))
+        else:
+            self.work.submit(partial(self._serve, peer.info.id, frame, multiplex.send))
+
+    def _on_closed(self, peer: Peer, multiplex: Multiplex, reason: str) -> None:
+        if not self._is_closing:
+            peer.lose(reason)
+
+    # -- watching
+
+    def watch_losses(self, callback: Callable[[int, str], None]) -> None:
+        self._loss_watchers.append(callback)
+
+    def _lost(self, peer: Peer, reason: str) -> None:
+        if self._is_closing:
+            return
+        _log.info("worker %s is lost: %s", peer.info.name, reason)
+        if peer.memory is not None:
+            peer.memory.close()
+            peer.memory = shm.SharedMemory()
+        for watcher in self._loss_watchers:
+            self.work.submit(partial(watcher, peer.info.id, reason))
+
+    def _tick(self, now: float) -> None:
+        self.work.tick()
+        trims = now - self._trimmed_at > _TRIM_SECONDS
+        for peer in self.peers():
+            reason = peer.tick(now)
+            if reason is not None:
+                peer.lose(reason)
+            elif peer.wants_ping(now):
+                self.work.submit(peer.ping)
+            if trims and peer.memory is not None:
+                peer.memory.trim(now)
+        if trims:
+            self._trimmed_at = now
+            self._memory_pool.trim(now)
+
+    def _complain(self, text: str) -> None:
+        """Says it once: whoever knocks a thousand times must not fill the disk."""
+        if text not in self._complaints and len(self._complaints) < 1000:
+            self._complaints.add(text)
+            _log.warning("%s: %s (said once)", self.info.name, text)
+
+    # -- ending
+
+    def close(self, *, goodbye: bool) -> None:
+        """Ends everything: listeners, connections, threads. Every wait on them ends by it."""
+        self._is_closing = True
+        for listener in self._listeners:
+            listener.close()
+        self.clock.stop()
+        for peer in self.peers():
+            peer.close(goodbye=goodbye)
+        for stranger in list(self._strangers):
+            stranger.interrupt()
+        self.work.close(timeout=5.0)
+        deadline = time.monotonic() + 5.0
+        with self._threads_lock:
+            threads = set(self._threads)
+        for thread in threads - {threading.current_thread()}:
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                _log.warning("a call is still running on %s while its worker ends", thread.name)
+
+    def _spawn(self, role: str, target: Callable[[], None]) -> None:
+        def run() -> None:
+            self._on_thread_start()
+            try:
+                target()
+            except TelegradError:
+                _log.exception("%s: a connection ended by an error", self.info.name)
+            finally:
+                with self._threads_lock:
+                    self._threads.discard(threading.current_thread())
+
+        thread = threading.Thread(target=run, name=f"{self.info.name}-{role}", daemon=True)
+        with self._threads_lock:
+            self._threads.add(thread)
+        thread.start()
+
+
+def _pong(multiplex: Multiplex) -> None:
+    try:
+        multiplex.send(Kind.PONG)
+    except (ConnectionClosed, TransportTimeout):
+        pass  # its reader sees the end as well, and tells

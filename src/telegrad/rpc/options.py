@@ -1,0 +1,116 @@
+"""What a worker can be told when it starts."""
+
+from __future__ import annotations
+
+import os
+import ssl
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from telegrad.transport.base import Transport
+from telegrad.wire.frames import Limits
+
+__all__ = ["DEFAULT_RPC_TIMEOUT", "RpcOptions", "TlsOptions"]
+
+DEFAULT_RPC_TIMEOUT = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TlsOptions:
+    """Mutual TLS: each worker shows a certificate, and believes only those of one authority.
+
+    Args:
+        certificate: file with this worker's certificate chain (PEM). Workers are reached by
+            address, so it must name the address (`subjectAltName`) unless `check_hostname` is off.
+        key: file with its private key.
+        authority: file with the certificate of the authority that signs all workers'.
+        check_hostname: whether a worker's certificate must name the address it was reached at.
+    """
+
+    certificate: str
+    key: str
+    authority: str
+    check_hostname: bool = True
+
+    def server_context(self) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self._load(context)
+        context.verify_mode = ssl.CERT_REQUIRED
+        return context
+
+    def client_context(self) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = self.check_hostname
+        self._load(context)
+        return context
+
+    def _load(self, context: ssl.SSLContext) -> None:
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.load_cert_chain(self.certificate, self.key)
+        context.load_verify_locations(self.authority)
+
+
+@dataclass(kw_only=True)
+class RpcOptions:
+    """Options of `init_rpc`. Every one has a default that suits a program on one machine.
+
+    Args:
+        rpc_timeout: seconds after which a call fails, where the call says nothing else; 0 is never.
+        init_method: where the workers meet: `env://`, `tcp://host:port` or `file:///path`.
+        num_worker_threads: threads that run asynchronous calls; more are started when all of them
+            are blocked.
+        secret: what workers prove to each other. By default it is `TELEGRAD_SECRET` of the
+            environment, or else made when the workers meet and told through their store: then
+            whoever can reach the store is let in.
+        transport: `auto` takes Unix sockets between processes of one host and TCP otherwise;
+            `unix`, `tcp` and `inproc` take just that.
+        tls: certificates; with them, workers of other hosts (or all, with `transport="tcp"`) speak
+            TLS.
+        host: the address to listen at for other hosts. By default loopback if all workers are
+            on this host, or else the address from which the meeting place is reached.
+        shared_memory: whether large tensors go through shared memory on one host.
+        heartbeat_interval: seconds between signs of life to each peer.
+        heartbeat_timeout: seconds of silence after which a peer counts as lost.
+        connect_timeout: seconds to reach a peer and shake hands.
+        limits: the largest message accepted.
+        wrap_transport: puts something between the agent and the network: an instrument, or the
+            faults of `telegrad.testing.Faults`.
+    """
+
+    rpc_timeout: float = DEFAULT_RPC_TIMEOUT
+    init_method: str = "env://"
+    num_worker_threads: int = 16
+    secret: str | bytes | None = field(default=None, repr=False)
+    transport: str = "auto"
+    tls: TlsOptions | None = None
+    host: str | None = None
+    shared_memory: bool = True
+    heartbeat_interval: float = 2.0
+    heartbeat_timeout: float = 30.0
+    connect_timeout: float = 10.0
+    limits: Limits = field(default_factory=Limits)
+    wrap_transport: Callable[[Transport], Transport] | None = None
+
+    def __post_init__(self) -> None:
+        if self.rpc_timeout < 0:
+            raise ValueError(f"rpc_timeout must not be negative, got {self.rpc_timeout}")
+        if self.num_worker_threads < 1:
+            raise ValueError(f"num_worker_threads must be positive, got {self.num_worker_threads}")
+        if self.transport not in ("auto", "unix", "tcp", "inproc"):
+            raise ValueError(
+                f"transport must be 'auto', 'unix', 'tcp' or 'inproc', got {self.transport!r}"
+            )
+        if not 0 < self.heartbeat_interval < self.heartbeat_timeout:
+            raise ValueError(
+                "heartbeat_interval must be positive and below heartbeat_timeout, got "
+                f"{self.heartbeat_interval} and {self.heartbeat_timeout}"
+            )
+
+    def configured_secret(self) -> bytes | None:
+        """The secret that was given to this process, if one was."""
+        secret = self.secret if self.secret is not None else os.environ.get("TELEGRAD_SECRET")
+        if secret is None:
+            return None
+        if not secret:
+            raise ValueError("the cluster's secret must not be empty")
+        return secret.encode() if isinstance(secret, str) else secret

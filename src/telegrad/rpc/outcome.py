@@ -1,0 +1,81 @@
+"""How what a function did travels back: its result, or its exception with the remote traceback.
+
+An exception is raised again at the caller as what it was, with its own type, arguments and
+attributes, where it can be packed there and rebuilt here; its cause is a `RemoteError` that holds
+the remote traceback as text. Where it cannot, the `RemoteError` itself is raised.
+"""
+
+from __future__ import annotations
+
+import traceback
+from typing import NamedTuple
+
+from telegrad.errors import RemoteError, SerializationError
+from telegrad.rpc.worker_info import WorkerInfo
+from telegrad.wire.codec import Codec, Encoded
+
+__all__ = ["Failure", "describe_function", "pack_failure", "rebuild_failure"]
+
+
+class Failure(NamedTuple):
+    """What travels for an exception. `packed` is the exception itself, or None."""
+
+    worker: str
+    worker_id: int
+    type_name: str
+    text: str
+    traceback: str
+    packed: bytes | None
+
+
+def pack_failure(codec: Codec, error: BaseException, worker: WorkerInfo) -> Encoded:
+    """Packs an exception; never fails itself."""
+    frames = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001 - a user's __str__ may do anything
+        text = "<its message could not be made>"
+    # Twice packed, so that failing to rebuild it there costs nothing but its type.
+    packed: bytes | None = None
+    try:
+        encoded = codec.encode(_without_traceback(error))
+        if not encoded.buffers:
+            packed = encoded.payload
+    except Exception:  # noqa: BLE001 - an exception may hold anything: then its text must do
+        packed = None
+    name = f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins.")
+    return codec.encode(Failure(worker.name, worker.id, name, text, frames, packed))
+
+
+def _without_traceback(error: BaseException) -> BaseException:
+    # Causes and notes are in the text already; pickle drops the rest.
+    return error
+
+
+def rebuild_failure(codec: Codec, failure: Failure) -> BaseException:
+    """The exception to raise at the caller."""
+    remote = RemoteError(
+        f"on worker {failure.worker!r}: {failure.type_name}: {failure.text}\n\n"
+        f"Remote traceback:\n{failure.traceback}",
+        worker=failure.worker,
+        traceback=failure.traceback,
+    )
+    if failure.packed is None:
+        return remote
+    try:
+        error = codec.decode(failure.packed, [])
+    except SerializationError:
+        return remote
+    if not isinstance(error, Exception):
+        return remote  # a SystemExit there must not end this process
+    error.__cause__ = remote
+    return error
+
+
+def describe_function(func: object) -> str:
+    """A name for messages."""
+    name = getattr(func, "__qualname__", None) or getattr(func, "__name__", None)
+    if name is None:
+        return repr(func)
+    module = getattr(func, "__module__", None)
+    return f"{module}.{name}" if module else str(name)

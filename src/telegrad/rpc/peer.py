@@ -1,0 +1,312 @@
+"""Another worker, as this one sees it: the connections to it, and whether it is alive.
+
+A *lane* carries one call at a time. The caller takes an idle one, writes its request and reads the
+reply itself; at the other end a thread of the lane's own runs the call. Nobody has to be woken
+besides those two. There are as many lanes as there ever were calls at a time, so a call that comes
+back around a circle of workers always finds a thread.
+
+A post travels on a lane too, and is acknowledged by a receipt that nobody waits for: it is read
+when the lane is next wanted. A lane without its receipt is not used: its thread is busy.
+
+A peer that is lost comes back as soon as it can be connected to again, under the same incarnation
+(the network had failed) or another (the worker was restarted).
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from telegrad.errors import AuthenticationError, ProtocolError, RpcTimeout, WorkerLost
+from telegrad.rpc.multiplex import Multiplex
+from telegrad.rpc.worker_info import WorkerInfo
+from telegrad.transport.base import Connection, ConnectionClosed, TransportTimeout
+from telegrad.transport.handshake import Purpose
+from telegrad.transport.shm import SharedMemory
+from telegrad.wire.frames import Flags, Frame, Kind
+
+__all__ = ["Peer"]
+
+_MOST_POSTED = 32  # lanes with a receipt outstanding; beyond it posts share the multiplex
+
+
+class Peer:
+    """
+    Args:
+        connect: opens and authenticates a connection to the worker.
+        new_multiplex: wraps a connection, not yet started.
+        on_lost: hears once of each loss, and why.
+        memory: what large tensors travel through on one host, or None.
+        heartbeat: seconds between signs of life, and seconds of silence that mean a loss.
+    """
+
+    def __init__(
+        self,
+        info: WorkerInfo,
+        incarnation: bytes,
+        connect: Callable[[Peer, Purpose], Connection],
+        new_multiplex: Callable[[Peer, Connection], Multiplex],
+        on_lost: Callable[[Peer, str], None],
+        memory: SharedMemory | None,
+        heartbeat: tuple[float, float],
+    ) -> None:
+        self.info = info
+        self.incarnation = incarnation
+        self.memory = memory
+        self._connect = connect
+        self._new_multiplex = new_multiplex
+        self._on_lost = on_lost
+        self._heartbeat_interval, self._heartbeat_timeout = heartbeat
+        self._idle: list[Connection] = []  # append and pop are atomic: no lock on the way of a call
+        self._posted: collections.deque[Connection] = collections.deque()
+        self._connections: set[Connection] = set()  # every open one, so that a loss can end them
+        self._connections_lock = threading.Lock()  # guards the set above and the two below
+        self._multiplexes: list[Multiplex] = []
+        self._lost: str | None = None
+        self._opening_lock = threading.Lock()  # one thread opens the first multiplex
+        self._pinged_at = time.monotonic()
+
+    def __repr__(self) -> str:
+        return f"Peer({self.info.name}, lanes={len(self._connections)}, lost={self._lost!r})"
+
+    # -- the synchronous path
+
+    def exchange(
+        self,
+        kind: Kind,
+        context_id: int,
+        message_id: int,
+        body: Sequence[bytes | memoryview],
+        buffers: Sequence[memoryview],
+        timeout: float | None,
+        what: Callable[[], str],
+    ) -> Frame:
+        """Sends a request and waits for its reply, on this thread.
+
+        Ends in the reply, in `RpcTimeout` after `timeout` seconds, or in `WorkerLost` when the
+        connection ends, which the heartbeat sees to if the peer no longer answers.
+        """
+        lane = self._take_lane()
+        try:
+            lane.set_timeout(timeout)
+            lane.send(kind, 0, 0, context_id, message_id, body, buffers)
+            frame = lane.receive()
+        except TransportTimeout:
+            self._discard(lane)
+            raise self.timed_out(timeout or 0.0, what()) from None
+        except (ConnectionClosed, ProtocolError) as error:
+            self._discard(lane)
+            self.lose(str(error))
+            raise self.loss(what()) from None
+        except BaseException:  # Ctrl-C while waiting: the reply would be taken for the next call's
+            self._discard(lane)
+            raise
+        self._idle.append(lane)
+        return frame
+
+    def post(
+        self,
+        kind: Kind,
+        context_id: int,
+        message_id: int,
+        body: Sequence[bytes | memoryview],
+        buffers: Sequence[memoryview],
+        what: Callable[[], str],
+    ) -> None:
+        """Sends a message that has no answer."""
+        try:
+            if len(self._posted) >= _MOST_POSTED and not self._settle():
+                self.multiplex().send(
+                    kind, Flags.NO_ANSWER, 0, context_id, message_id, body, buffers
+                )
+                return
+            lane = self._take_lane()
+        except ConnectionClosed as error:
+            self.lose(str(error))
+            raise self.loss(what()) from None
+        try:
+            lane.set_timeout(None)
+            lane.send(kind, Flags.NO_ANSWER, 0, context_id, message_id, body, buffers)
+        except ConnectionClosed as error:
+            self._discard(lane)
+            self.lose(str(error))
+            raise self.loss(what()) from None
+        except BaseException:
+            self._discard(lane)
+            raise
+        self._posted.append(lane)
+
+    def _take_lane(self) -> Connection:
+        while True:
+            try:
+                return self._idle.pop()
+            except IndexError:
+                if not self._settle():
+                    return self._open_lane()
+
+    def _settle(self) -> bool:
+        """Moves one posted lane whose receipt has come to the idle ones."""
+        for _ in range(len(self._posted)):
+            try:
+                lane = self._posted.popleft()
+            except IndexError:
+                return False
+            try:
+                if lane.poll():
+                    lane.receive()
+                    self._idle.append(lane)
+                    return True
+            except (ConnectionClosed, TransportTimeout, ProtocolError):
+                self._discard(lane)
+                continue
+            self._posted.append(lane)
+        return False
+
+    def _open_lane(self) -> Connection:
+        self.multiplex()  # it watches over the lanes: without it nobody would hear of a loss
+        lane = self._connect(self, Purpose.LANE)
+        self.add(lane)
+        return lane
+
+    # -- connections
+
+    def multiplex(self) -> Multiplex:
+        """The connection for everything that is not answered in turn; opened at first use.
+
+        Raises:
+            WorkerLost: the worker cannot be reached.
+        """
+        for multiplex in self._multiplexes:
+            if not multiplex.is_closed:
+                return multiplex
+        with self._opening_lock:
+            for multiplex in self._multiplexes:
+                if not multiplex.is_closed:
+                    return multiplex
+            connection = self._connect(self, Purpose.MULTIPLEX)
+            multiplex = self._new_multiplex(self, connection)
+            self.add(connection)
+            self.adopt(multiplex)
+            return multiplex
+
+    def adopt(self, multiplex: Multiplex) -> None:
+        """Takes a multiplex into use; one that the peer has opened serves both ways."""
+        with self._connections_lock:
+            self._multiplexes = [m for m in self._multiplexes if not m.is_closed] + [multiplex]
+            self._lost = None
+        multiplex.start()
+
+    def add(self, connection: Connection) -> None:
+        if self.memory is not None:
+            connection.share_memory(self.memory)
+        with self._connections_lock:
+            self._connections.add(connection)
+
+    def remove(self, connection: Connection) -> None:
+        with self._connections_lock:
+            self._connections.discard(connection)
+
+    def _discard(self, lane: Connection) -> None:
+        self.remove(lane)
+        lane.close()
+
+    @property
+    def is_lost(self) -> bool:
+        return self._lost is not None
+
+    def lose(self, reason: str) -> None:
+        """The worker is gone: ends every connection to it and every wait on them."""
+        with self._connections_lock:
+            if self._lost is not None:
+                return
+            self._lost = reason
+            connections = list(self._connections)
+            self._connections.clear()
+        idle = set()
+        while self._idle:
+            idle.add(self._idle.pop())
+        while self._posted:
+            idle.add(self._posted.popleft())
+        for connection in connections:
+            connection.interrupt()  # whoever waits on it wakes, and closes it
+        for lane in idle:
+            lane.close()
+        self._on_lost(self, reason)
+
+    def loss(self, what: str) -> WorkerLost:
+        reason = self._lost or "the connection was closed"
+        return WorkerLost(
+            f"worker {self.info.name!r} was lost during {what}: {reason}. Whether the call ran "
+            "there is not known",
+            worker=self.info.name,
+            reason=reason,
+        )
+
+    def timed_out(self, seconds: float, what: str) -> RpcTimeout:
+        return RpcTimeout(
+            f"RPC ran for more than set timeout ({seconds * 1000:.0f} ms) and will now be marked "
+            f"with an error: {what} on worker {self.info.name!r}",
+            worker=self.info.name,
+            seconds=seconds,
+        )
+
+    def unreachable(self, error: Exception) -> WorkerLost:
+        if isinstance(error, AuthenticationError | ProtocolError):
+            reason = str(error)
+        else:
+            reason = f"cannot connect: {error}"
+        return WorkerLost(
+            f"worker {self.info.name!r} cannot be reached: {self._lost or reason}",
+            worker=self.info.name,
+            reason=self._lost or reason,
+        )
+
+    # -- signs of life
+
+    def tick(self, now: float) -> str | None:
+        """Looks after the connections; returns why the peer is lost, if it has become so."""
+        live = [m for m in self._multiplexes if not m.is_closed]
+        for multiplex in live:
+            multiplex.tick(now)
+        if not live or self._lost is not None:
+            return None
+        silent = now - max(m.heard_at for m in live)
+        if silent > self._heartbeat_timeout:
+            return f"no sign of life for {silent:.1f} seconds"
+        return None
+
+    def wants_ping(self, now: float) -> bool:
+        if now - self._pinged_at < self._heartbeat_interval:
+            return False
+        self._pinged_at = now
+        return self._lost is None and any(not m.is_closed for m in self._multiplexes)
+
+    def ping(self) -> None:
+        """Asks for a sign of life. May block on a full socket: not for the clock's thread."""
+        for multiplex in self._multiplexes:
+            if not multiplex.is_closed:
+                try:
+                    multiplex.send(Kind.PING)
+                except (ConnectionClosed, TransportTimeout):
+                    continue  # its reader sees the end as well, and tells
+
+    @property
+    def pending_count(self) -> int:
+        return sum(m.pending_count for m in self._multiplexes)
+
+    def close(self, *, goodbye: bool) -> None:
+        """Ends all connections; the peer is told that this is no accident."""
+        if goodbye:
+            for multiplex in self._multiplexes:
+                if not multiplex.is_closed:
+                    try:
+                        multiplex.send(Kind.GOODBYE)
+                    except (ConnectionClosed, TransportTimeout):
+                        continue  # it is gone already
+        self.lose("this worker has shut down")
+        for multiplex in self._multiplexes:
+            multiplex.join(5.0)
+        if self.memory is not None:
+            self.memory.close()

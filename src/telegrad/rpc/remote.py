@@ -1,0 +1,249 @@
+"""Remote references on an agent: how `remote` is sent and run, and how values are fetched.
+
+A REMOTE message names the reference and its creator's fork in front of the call. The owner
+registers both, answers, and only then runs the function: the creator's reference is confirmed as
+soon as it can be, however long the function takes, and what the function raises is kept in the
+reference. A fetch waits at the owner without a thread until the value is there.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch.futures import Future
+
+from telegrad.errors import RRefError, TelegradError
+from telegrad.ids import ForkId, RRefId
+from telegrad.rpc.agent import Agent, AsyncCall, checked_future
+from telegrad.rpc.network import Send
+from telegrad.rpc.outcome import describe_function
+from telegrad.rpc.rref import RRef
+from telegrad.rpc.rref_records import OwnerEntry
+from telegrad.rpc.rref_table import RRefTable
+from telegrad.rpc.worker_info import WorkerInfo
+from telegrad.wire.codec import Codec, Encoded, Reducer
+from telegrad.wire.frames import Frame, Kind
+
+__all__ = ["RemoteReferences"]
+
+_IDS = struct.Struct("<qqqq")
+
+
+class RemoteReferences:
+    """Connects the table of references with an agent. The codec comes first: the agent needs it,
+    and the table needs the agent."""
+
+    table: RRefTable
+
+    def __init__(self) -> None:
+        self.codec = _ReferenceCodec({RRef: self._reduce})
+
+    def connect(self, agent: Agent, *, is_successor: bool) -> None:
+        """
+        Args:
+            is_successor: a worker with this id was here before; its ids must not be used again.
+        """
+        self._agent = agent
+        self.codec.abandon = lambda packed: self.table.abandon(packed)
+        self.table = RRefTable(
+            agent,
+            fetch=self._fetch,
+            call=self._call,
+            worker_info=self._worker_info,
+            first_id=time.time_ns() if is_successor else 0,
+        )
+        self.table.start()
+        agent.handle(Kind.RREF_FETCH, self._on_fetch)
+        agent.handle_frame(Kind.REMOTE, self._on_remote)
+        agent.admission = self._admission
+
+    def _reduce(self, rref: RRef[Any], destination: int) -> Any:
+        rebuild, (fields,) = self.table.reduce(rref, destination)
+        self.codec.packed.append((RRefId(*fields[1:3]), ForkId(*fields[3:5])))
+        return rebuild, (fields,)
+
+    def _worker_info(self, worker_id: int) -> WorkerInfo:
+        name = self._agent.network.name_of(worker_id)
+        return WorkerInfo(name if name is not None else f"worker:{worker_id}", worker_id)
+
+    # -- at the user
+
+    def remote(
+        self,
+        to: int,
+        func: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        timeout: float | None = None,
+    ) -> RRef[Any]:
+        """Runs `func` on worker `to`, which keeps the result; returns a reference to it at once."""
+        agent = self._agent
+        if to == agent.worker_id:
+            entry, rref = self.table.new_owned()
+            agent.call_async(to, func, args, kwargs, timeout=0).add_done_callback(
+                partial(_fill, entry)
+            )
+            return rref
+        rref_id, fork_id, rref = self.table.new_user(to)
+        try:
+            head, encoded, context, message = agent.pack_call(to, func, args, kwargs)
+            call = AsyncCall(agent, to, context, lambda: f"remote({describe_function(func)})")
+            call.future.add_done_callback(partial(self._created, fork_id))
+            ids = _IDS.pack(*rref_id, *fork_id)
+            body = (ids, head, encoded.payload)
+            agent.dispatch(call, Kind.REMOTE, context, message, body, encoded.buffers, timeout)
+        except Exception as error:
+            self.table.creation_failed(fork_id, error)
+            raise
+        return rref
+
+    def _created(self, fork_id: ForkId, future: Future[Any]) -> None:
+        try:
+            future.wait()  # it is done
+        except Exception as error:  # noqa: BLE001 - whatever it is, the reference tells it
+            self.table.creation_failed(fork_id, error)
+        else:
+            self.table.creation_finished(fork_id)
+
+    def _fetch(self, owner: int, rref_id: RRefId, fork_id: ForkId, timeout: float) -> Any:
+        return self._agent.exchange(
+            owner,
+            Kind.RREF_FETCH,
+            tuple(rref_id),
+            timeout if timeout >= 0 else None,
+            lambda: "RRef.to_here()",
+        )
+
+    def _call(
+        self,
+        mode: str,
+        owner: int,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout: float,
+    ) -> Any:
+        seconds = timeout if timeout >= 0 else None
+        if mode == "sync":
+            return self._agent.call(owner, func, args, kwargs, seconds)
+        if mode == "async":
+            return self._agent.call_async(owner, func, args, kwargs, seconds)
+        return self.remote(owner, func, args, kwargs, seconds)
+
+    # -- at the owner
+
+    def _on_fetch(self, source: int, body: tuple[int, int]) -> Any:
+        entry = self.table.entry(RRefId(*body))
+        if entry.is_done:
+            return entry.value_to_send()
+        value: Future[Any] = Future()
+
+        def done(entry: OwnerEntry) -> None:
+            try:
+                value.set_result(entry.value_to_send())
+            except Exception as error:  # noqa: BLE001 - what made the value fail, told to the user
+                value.set_exception(error)
+
+        entry.add_done_callback(done)
+        return value
+
+    def _on_remote(self, source: int, frame: Frame, send: Send) -> None:
+        created_on, local_id, fork_on, fork_local = _IDS.unpack_from(frame.body)
+        entry = self.table.owner_created(
+            RRefId(created_on, local_id), ForkId(fork_on, fork_local), source
+        )
+        self._agent.answer(source, frame, send, None)
+        try:
+            with self._agent.context_of(frame):
+                func, args, kwargs = self._agent.unpack_call(source, frame, _IDS.size)
+                frame.buffers = []
+                value = func(*args, **kwargs)
+                if hasattr(func, "_wrapped_async_rpc_function"):
+                    checked_future(func, value).add_done_callback(partial(_fill, entry))
+                    return
+        except BaseException as error:  # noqa: BLE001 - kept in the reference for its users
+            entry.set_error(_as_exception(error))
+            return
+        entry.set_value(value)
+
+    @contextmanager
+    def _admission(self) -> Iterator[None]:
+        """Around unpacking a call: waits until the owners know of the references among its
+        arguments, for a function may rely on it that each of them keeps its value. Ends by the
+        owners' answers, by their loss, or when the table is closed."""
+        with self.table.unpacking() as unconfirmed:
+            yield
+        if unconfirmed:
+            confirmed = threading.Event()
+            self.table.when_confirmed(unconfirmed, confirmed.set)
+            confirmed.wait()
+
+    # -- the end
+
+    def flush(self, timeout: float) -> None:
+        """For a graceful end: no reference crosses this worker's border any more.
+
+        Raises:
+            RRefError: the time was over before that.
+        """
+        still_open = self.table.flush(timeout or None)
+        if still_open:
+            raise RRefError("remote references were still open: " + "; ".join(still_open))
+
+    def close(self) -> None:
+        self.table.close()
+
+
+class _ReferenceCodec(Codec):
+    """A codec that takes references back which were packed into a message that is not sent,
+    because something after them in it cannot be packed."""
+
+    abandon: Callable[[list[tuple[RRefId, ForkId]]], None]
+
+    def __init__(self, reducers: Mapping[type, Reducer]) -> None:
+        super().__init__(reducers)
+        self._thread = threading.local()
+
+    @property
+    def packed(self) -> list[tuple[RRefId, ForkId]]:
+        """What the message that this thread packs has taken so far."""
+        packed: list[tuple[RRefId, ForkId]] = self._thread.__dict__.setdefault("packed", [])
+        return packed
+
+    def encode(
+        self,
+        value: object,
+        destination: int = -1,
+        *,
+        root: str = "value",
+        labels: Sequence[str] | None = None,
+    ) -> Encoded:
+        try:
+            return super().encode(value, destination, root=root, labels=labels)
+        except BaseException:
+            self.abandon(self.packed)
+            raise
+        finally:
+            if "packed" in self._thread.__dict__:
+                del self._thread.packed
+
+
+def _fill(entry: OwnerEntry, future: Future[Any]) -> None:
+    try:
+        value = future.wait()  # it is done
+    except Exception as error:  # noqa: BLE001 - kept in the reference for its users
+        entry.set_error(error)
+    else:
+        entry.set_value(value)
+
+
+def _as_exception(error: BaseException) -> Exception:
+    if isinstance(error, Exception):
+        return error
+    return TelegradError(f"the function ended by {type(error).__name__}: {error}")

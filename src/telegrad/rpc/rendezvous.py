@@ -1,0 +1,240 @@
+"""How workers find each other: through one of torch's own stores.
+
+Each worker publishes one record (name, id, incarnation, host, addresses) under its id. In a group
+of known size everybody first says which host it is on, so that nobody listens beyond loopback when
+all are on one; then listens, publishes, and waits for all other records. In an open group
+(`world_size=None`) a worker publishes, reads who is there, and tells them; whoever asks for a name
+it does not know reads on in the store.
+
+A worker that is started again after a crash finds a record under its id. If nobody answers at its
+addresses the newcomer takes its place; otherwise the id is taken, and it fails.
+
+Every wait here is a wait on the store, and ends in the value or after the agent's timeout.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlparse
+
+import torch.distributed as dist
+
+from telegrad.errors import TelegradError
+from telegrad.ids import MAX_WORKER_ID
+from telegrad.rpc.options import RpcOptions
+from telegrad.rpc.worker_info import WorkerInfo
+
+__all__ = ["Directory", "Record", "host_identity", "meet"]
+
+_generation = 0
+# torch's TCP rendezvous ends with its iterator: it is kept for as long as the process lives.
+_iterators: list[Iterator[Any]] = []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """What a worker tells of itself."""
+
+    name: str
+    id: int
+    incarnation: str
+    host: str
+    addresses: list[str]
+
+    @property
+    def info(self) -> WorkerInfo:
+        return WorkerInfo(self.name, self.id)
+
+
+def host_identity() -> str:
+    """Equal for processes that can use each other's Unix sockets: one boot, one network namespace."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            boot = file.read().strip()
+        return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:
+        return socket.gethostname()
+
+
+def meet(options: RpcOptions, rank: int, world_size: int | None) -> tuple[dist.Store, int, int]:
+    """Opens the store where the workers meet.
+
+    Returns:
+        the store, this worker's rank, and the size of the group (0 for an open one).
+    """
+    _check(rank, world_size)
+    scheme = urlparse(options.init_method).scheme
+    if scheme not in ("env", "tcp", "file"):
+        raise ValueError(
+            f"init_method must begin with env://, tcp:// or file://, got {options.init_method!r}"
+        )
+    if world_size is None and rank < 0 and scheme == "env" and "WORLD_SIZE" in os.environ:
+        world_size = int(os.environ["WORLD_SIZE"])
+    if world_size is None:
+        if rank < 0:
+            raise ValueError("init_rpc needs a rank when no world size is given")
+        store = dist._create_store_from_options(options, rank)
+        size = 0
+    else:
+        iterator = dist.rendezvous(options.init_method, rank=rank, world_size=world_size)
+        store, rank, size = next(iterator)
+        _iterators.append(iterator)
+    if options.rpc_timeout:
+        store.set_timeout(timedelta(seconds=options.rpc_timeout))
+    return _fresh(store, rank), rank, size
+
+
+def _fresh(store: dist.Store, rank: int) -> dist.Store:
+    """The part of the store that belongs to this start of the group.
+
+    A process that starts a second agent uses fresh keys; so do the others, in step with it. A
+    process that takes the place of a crashed one goes where that one was.
+    """
+    global _generation
+    last = f"telegrad/generation/{rank}"
+    if _generation == 0 and store.check([last]):
+        number = int(store.get(last))
+    else:
+        number = _generation
+        store.set(last, str(number))
+    _generation += 1
+    return dist.PrefixStore(f"telegrad/{number}", store)
+
+
+def _check(rank: int, world_size: int | None) -> None:
+    if world_size is not None and world_size < 1:
+        raise ValueError(f"world_size must be positive, got {world_size}")
+    if world_size is not None and rank >= world_size:
+        raise ValueError(f"rank {rank} is not within a group of {world_size} workers")
+    if rank > MAX_WORKER_ID:
+        raise ValueError(f"rank must be at most {MAX_WORKER_ID}, got {rank}")
+
+
+class Directory:
+    """The records of a group, kept in a store."""
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self._seen = 0  # slots of an open group that have been read
+
+    @property
+    def is_open(self) -> bool:
+        """Whether workers may join and leave."""
+        return self._world_size == 0
+
+    def secret(self, configured: bytes | None) -> bytes:
+        """The cluster's secret: the configured one, or one made by the first to come."""
+        if configured is not None:
+            return configured
+        made = secrets.token_hex(32)
+        return bytes(self._store.compare_set("secret", "", made))
+
+    def all_on_one_host(self, host: str) -> bool:
+        """Whether the whole group is on this host. An open group never knows."""
+        if self.is_open:
+            return False
+        self._store.set(f"host/{self._rank}", host)
+        return all(
+            self._get(f"host/{rank}", rank) == host.encode() for rank in range(self._world_size)
+        )
+
+    def predecessor(self) -> Record | None:
+        """The record of a worker that had this id before."""
+        key = f"worker/{self._rank}"
+        return _parse(self._store.get(key)) if self._store.check([key]) else None
+
+    def publish(self, record: Record) -> None:
+        self._store.set(f"worker/{record.id}", json.dumps(asdict(record)))
+        if self.is_open:
+            slot = self._store.add("slots", 1)
+            self._store.set(f"slot/{slot}", str(record.id))
+
+    def withdraw(self) -> None:
+        """This worker leaves an open group."""
+        self._store.set(f"worker/{self._rank}", "")
+
+    def everybody(self) -> list[Record]:
+        """All records of a group of known size, waited for; those present of an open one.
+
+        Raises:
+            TelegradError: two workers have one name, or a worker did not come in time.
+        """
+        if self.is_open:
+            return self.newcomers()
+        records = [
+            record
+            for rank in range(self._world_size)
+            if (record := _parse(self._get(f"worker/{rank}", rank))) is not None
+        ]
+        names: dict[str, int] = {}
+        for record in records:
+            if record.name in names:
+                raise TelegradError(
+                    f"RPC worker name {record.name!r} is not unique: workers {names[record.name]} "
+                    f"and {record.id} both have it"
+                )
+            names[record.name] = record.id
+        return records
+
+    def newcomers(self) -> list[Record]:
+        """Records of an open group that have appeared since the last call."""
+        count = self._store.add("slots", 0)
+        found: dict[int, Record] = {}
+        while self._seen < count:
+            self._seen += 1
+            worker = int(self._store.get(f"slot/{self._seen}"))
+            record = _parse(self._store.get(f"worker/{worker}"))
+            if record is not None:
+                found[worker] = record
+        return list(found.values())
+
+    def record_of(self, worker_id: int) -> Record | None:
+        """The newest record of a worker; None if there is none (any more)."""
+        key = f"worker/{worker_id}"
+        return _parse(self._store.get(key)) if self._store.check([key]) else None
+
+    def joined(self) -> None:
+        """Keeps the worker that may host the store until all others have read from it."""
+        if self.is_open:
+            return
+        if self._store.add("joined", 1) == self._world_size:
+            self._store.set("everybody", "joined")
+        if self._rank == 0:
+            self._store.get("everybody")
+
+    def _get(self, key: str, rank: int) -> bytes:
+        try:
+            return bytes(self._store.get(key))
+        except RuntimeError as error:
+            raise TelegradError(
+                f"worker {rank} of {self._world_size} did not come to the meeting place in time: "
+                f"{str(error).splitlines()[0]}"
+            ) from None
+
+
+def _parse(data: bytes) -> Record | None:
+    return Record(**json.loads(data)) if data else None
+
+
+def address_towards(init_method: str) -> str:
+    """The address of this host as the meeting place sees it; loopback if it is on this host."""
+    parsed = urlparse(init_method)
+    host = parsed.hostname or os.environ.get("MASTER_ADDR", "")
+    if parsed.scheme == "file" or not host:
+        return "127.0.0.1"
+    try:
+        family, _, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)  # a datagram socket only chooses a route: nothing is sent
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise TelegradError(f"cannot find a route to the meeting place {host!r}: {error}") from None

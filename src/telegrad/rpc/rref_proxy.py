@@ -1,0 +1,133 @@
+"""Calling methods of a remote value: `rref.rpc_sync().method(...)` and its kin.
+
+The call names the value by its id; the reference itself does not travel. The caller's own fork
+keeps the value, for as long as the call is open, so no control message is needed. (Upstream sends
+the reference along, which costs a fork and its end with every call.)
+
+The first call through a reference asks for the value's type, because an attribute that does not
+exist is the caller's mistake and raises there, also from `remote()`, and because a method marked
+`async_execution` must be known as such. The answer waits at the owner without a thread until the
+value is made, so the call after it never parks one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from telegrad.ids import RRefId
+from telegrad.rpc.rref_lookup import current_table
+
+if TYPE_CHECKING:
+    from telegrad.rpc.rref import RRef
+    from telegrad.rpc.rref_records import OwnerEntry
+
+__all__ = ["ASYNC_MARK", "RRefProxy", "type_of_owned"]
+
+ASYNC_MARK = "_wrapped_async_rpc_function"
+"""The attribute by which a function says that it returns a future of its result."""
+
+
+class RRefProxy:
+    """Every attribute is a method of the remote value, called there.
+
+    Args:
+        mode: "sync", "async" or "remote".
+    """
+
+    def __init__(self, rref: RRef[Any], mode: str, timeout: float) -> None:
+        self._rref = rref
+        self._mode = mode
+        self._timeout = timeout
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return partial(_invoke, self._rref, self._mode, name, self._timeout)
+
+
+def _invoke(
+    rref: RRef[Any], mode: str, name: str, timeout: float, /, *args: Any, **kwargs: Any
+) -> Any:
+    type_future = rref._get_type(timeout=timeout, blocking=False)
+    if mode != "async":
+        type_future.wait()
+        return _call(rref, mode, name, timeout, args, kwargs, type_future.value())
+    if type_future.done():
+        return _call(rref, mode, name, timeout, args, kwargs, type_future.value())
+    result: torch.futures.Future[Any] = torch.futures.Future()
+
+    def finish(future: torch.futures.Future[Any]) -> None:
+        try:
+            result.set_result(future.value())
+        except Exception as error:  # noqa: BLE001 whatever it is, it belongs to the caller
+            result.set_exception(error)
+
+    def start(future: torch.futures.Future[Any]) -> None:
+        try:
+            call = _call(rref, mode, name, timeout, args, kwargs, future.value())
+        except Exception as error:  # noqa: BLE001 whatever it is, it belongs to the caller
+            result.set_exception(error)
+        else:
+            call.add_done_callback(finish)
+
+    type_future.add_done_callback(start)
+    return result
+
+
+def _call(
+    rref: RRef[Any],
+    mode: str,
+    name: str,
+    timeout: float,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    value_type: type,
+) -> Any:
+    function: Callable[..., Any] = call_owned
+    is_scripted = issubclass(value_type, (torch.jit.ScriptModule, torch._C.ScriptModule))
+    if not is_scripted and hasattr(getattr(value_type, name), ASYNC_MARK):
+        function = call_owned_async
+    call_args = (rref.rref_id, name, args, kwargs)
+    result = rref._table.call(mode, rref._owner_id, function, call_args, {}, timeout)
+    if mode == "async":
+        result.add_done_callback(lambda _: rref)  # the fork lives until the call is over
+    elif mode == "remote":
+        result._get_future().add_done_callback(lambda _: rref)
+    return result
+
+
+# --- At the owner --------------------------------------------------------------------------------
+
+
+def call_owned(rref_id: RRefId, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls a method of a value that this worker owns."""
+    return getattr(current_table().entry(rref_id).wait(), name)(*args, **kwargs)
+
+
+def call_owned_async(
+    rref_id: RRefId, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """The same for a method that returns a future of its result."""
+    return call_owned(rref_id, name, args, kwargs)
+
+
+def _rref_typeof_on_owner(rref_id: RRefId) -> torch.futures.Future[type]:
+    """The type of a value that this worker owns, once it is made."""
+    result: torch.futures.Future[type] = torch.futures.Future()
+
+    def finish(entry: OwnerEntry) -> None:
+        try:
+            result.set_result(type(entry.result()))
+        except Exception as error:  # noqa: BLE001 what made the value fail, told to the caller
+            result.set_exception(error)  # type: ignore[arg-type]  # torch's annotation is wrong
+
+    current_table().entry(rref_id).add_done_callback(finish)
+    return result
+
+
+type_of_owned = _rref_typeof_on_owner  # torch's profiler suites look for that name
+
+for _function in (call_owned_async, _rref_typeof_on_owner):
+    setattr(_function, ASYNC_MARK, _function)

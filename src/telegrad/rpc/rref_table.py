@@ -1,0 +1,532 @@
+"""The RRef protocol at work on one agent: `RRefTable`.
+
+It feeds the machine of `telegrad.rpc.rref_protocol` with what happens, and carries out what the
+machine asks for. One lock guards the machine and the two dicts that mirror it; messages are sent,
+callbacks run and values die after it is released.
+
+The death of a handle, and the passing of time, reach the table through
+`telegrad.rpc.rref_housekeeper`. What a garbage collection under the lock must
+not meet is a user's destructor that itself packs or makes an RRef; dying RRefs are no problem.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Protocol
+
+from telegrad.errors import NotInitialized, RRefError, SerializationError, TelegradError, WorkerLost
+from telegrad.ids import ForkId, RRefId
+from telegrad.rpc import rref_events as ev
+from telegrad.rpc import rref_texts as texts
+from telegrad.rpc.rref import RRef, rebuild_rref
+from telegrad.rpc.rref_housekeeper import Housekeeper
+from telegrad.rpc.rref_protocol import RRefProtocol
+from telegrad.rpc.rref_records import Creation, OwnerEntry, UserRecord
+from telegrad.rpc.seams import Messenger, Timer
+from telegrad.wire.frames import Kind
+
+__all__ = ["Call", "Fetch", "RRefTable", "WorkerInfo"]
+
+_log = logging.getLogger(__name__)
+
+_CONTROL_KINDS = (
+    Kind.RREF_FORK,
+    Kind.RREF_FORK_ACCEPTED,
+    Kind.RREF_CHILD_ACCEPTED,
+    Kind.RREF_CHILD_ACKNOWLEDGED,
+    Kind.RREF_DELETE,
+    Kind.RREF_DELETED,
+)
+
+Fetch = Callable[[int, RRefId, ForkId, float], Any]
+"""`fetch(owner, rref_id, fork_id, timeout)` gives a copy of the value."""
+
+Call = Callable[[str, int, Callable[..., Any], tuple[Any, ...], dict[str, Any], float], Any]
+"""`call(mode, owner, function, args, kwargs, timeout)`; mode is "sync", "async" or "remote"."""
+
+
+class WorkerInfo(Protocol):
+    @property
+    def id(self) -> int: ...
+    @property
+    def name(self) -> str: ...
+
+
+class _Packing(threading.local):
+    """What this thread is packing and unpacking."""
+
+    def __init__(self) -> None:
+        self.made: list[tuple[RRefId, ForkId]] | None = None
+        self.unconfirmed: list[RRef[Any]] | None = None
+
+
+class RRefTable:
+    """All that one agent knows of remote references. Safe to use from any thread.
+
+    Args:
+        messenger: carries the control messages; the table registers its handlers with it.
+        fetch: how a user gets the value.
+        call: how a method of the value is called at its owner.
+        worker_info: a worker's id and name, by its id.
+        first_id: where local ids begin; a worker that comes back under its id after a crash
+            must begin above those that it used before.
+    """
+
+    def __init__(
+        self,
+        messenger: Messenger,
+        *,
+        fetch: Fetch,
+        call: Call,
+        worker_info: Callable[[int], WorkerInfo],
+        timing: ev.Timing | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        first_id: int = 0,
+    ) -> None:
+        self.worker_id = messenger.worker_id
+        self.fetch = fetch
+        self.call = call
+        self.worker_info = worker_info
+        self._messenger = messenger
+        self._clock = clock
+        self._ids = itertools.count(first_id)
+        self._packing = _Packing()
+        self._housekeeper = Housekeeper(f"telegrad-rrefs-{self.worker_id}", self._heed)
+
+        self._lock = threading.Lock()  # guards all below
+        self._settled = threading.Condition(self._lock)
+        self._machine = RRefProtocol(messenger.worker_id, timing)
+        self._entries: dict[RRefId, OwnerEntry] = {}
+        self._users: dict[ForkId, UserRecord] = {}
+        self._creations: dict[ForkId, Creation] = {}  # a call may outlive its reference
+        self._armed_for: float | None = None
+        self._timer: Timer | None = None
+        self._is_flushing = False
+        self._is_closed = False
+
+        for kind in _CONTROL_KINDS:
+            messenger.handle(kind, partial(self._message_arrived, kind))
+        messenger.watch_losses(self.worker_lost)
+
+    # --- Its life --------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Starts the table's own thread. Without it, `drain` must be called."""
+        self._housekeeper.start()
+
+    def flush(self, timeout: float | None = None) -> list[str]:
+        """Ends all of this worker's references to others' values, and waits until no reference
+        crosses its border any more, either way. For a graceful shutdown, on all workers at once,
+        followed by a barrier and `close`.
+
+        The wait ends when the owners have acknowledged, when the other workers have ended their
+        references to values here (or are lost), or after `timeout` seconds.
+
+        Returns:
+            what is still open, in words; empty if all went well.
+        """
+        self.drain()
+        self._apply([ev.FlushStarted()])
+        with self._settled:
+            self._is_flushing = True
+            self._settled.wait_for(lambda: self._is_closed or self._machine.is_settled(), timeout)
+            return self._describe_open()
+
+    def close(self) -> None:
+        """Lets go of everything; whoever still waits is told. Values stay with local RRefs."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            entries, self._entries = self._entries, {}
+            users, self._users = self._users, {}
+            timer, self._timer = self._timer, None
+            callbacks: list[Callable[[], None]] = []
+            for record in users.values():
+                error = partial(texts.deleted, record.rref_id, record.fork_id)
+                callbacks += self._fail(record, error)
+            self._settled.notify_all()
+        if timer is not None:
+            timer.cancel()
+        for creation in list(self._creations.values()):
+            creation.settle(NotInitialized("the RPC agent was shut down"))
+        for entry in entries.values():
+            entry.set_error(NotInitialized("the RPC agent was shut down"))  # if nothing else came
+        for callback in callbacks:
+            callback()
+        self._housekeeper.stop()
+
+    # --- Creation, at the creator ----------------------------------------------------------------
+
+    def adopt(self, value: Any) -> OwnerEntry:
+        """A value of this worker's own. The caller makes its one handle."""
+        rref_id = RRefId(*self._new_id())
+        entry = OwnerEntry(rref_id, value)
+        self._apply([ev.ValueMade(rref=rref_id)], entry=entry)
+        return entry
+
+    def new_owned(self) -> tuple[OwnerEntry, RRef[Any]]:
+        """For `remote()` to oneself: the entry is to be filled by the caller."""
+        entry = OwnerEntry(RRefId(*self._new_id()))
+        self._apply([ev.ValueMade(rref=entry.rref_id)], entry=entry)
+        return entry, RRef._of(self, entry)
+
+    def new_user(self, owner: int) -> tuple[RRefId, ForkId, RRef[Any]]:
+        """For `remote()` to another worker: the ids for its REMOTE message, and the reference.
+
+        One of `creation_finished` and `creation_failed` must follow, sooner or later.
+        """
+        rref_id, fork_id = RRefId(*self._new_id()), ForkId(*self._new_id())
+        record = UserRecord(rref_id, fork_id, owner)
+        record.creation = self._creations[fork_id] = Creation()
+        event = ev.CreationStarted(rref=rref_id, fork=fork_id, owner=owner)
+        self._apply([event], record=record)
+        return rref_id, fork_id, RRef._of(self, record)
+
+    def creation_confirmed(self, fork_id: ForkId) -> None:
+        """The owner has registered the fork; the function may still be running."""
+        self._apply([ev.CreationConfirmed(fork=fork_id)])
+
+    def creation_finished(self, fork_id: ForkId) -> None:
+        """The owner has answered the REMOTE request; a raised exception is an answer, too."""
+        self._apply([ev.CreationConfirmed(fork=fork_id)])
+        creation = self._creations.pop(fork_id, None)
+        if creation is not None:
+            creation.settle(None)
+
+    def creation_failed(self, fork_id: ForkId, error: Exception) -> None:
+        """The REMOTE request ended in `error`, not in an answer."""
+        with self._lock:
+            record = self._users.get(fork_id)
+            # Also if it was confirmed before: the call as a whole has failed.
+            callbacks = (
+                self._fail(record, lambda _: texts.creation_error(error))
+                if record is not None
+                else []
+            )
+        self._apply([ev.CreationFailed(fork=fork_id)])
+        creation = self._creations.pop(fork_id, None)
+        if creation is not None:
+            creation.settle(error)
+        for callback in callbacks:
+            callback()
+
+    # --- At the owner ----------------------------------------------------------------------------
+
+    def owner_created(self, rref_id: RRefId, fork_id: ForkId, creator: int) -> OwnerEntry:
+        """A REMOTE message has arrived. The caller runs the function and fills the entry, which
+        is kept by nobody else if the creator has given up in the meantime."""
+        event = ev.CreationArrived(rref=rref_id, fork=fork_id, creator=creator)
+        entry, _ = self._apply([event], want=rref_id)
+        return entry if entry is not None else OwnerEntry(rref_id)
+
+    def entry(self, rref_id: RRefId) -> OwnerEntry:
+        """The value by its id, also if its REMOTE message is still under way.
+
+        Raises:
+            RRefError: it is gone.
+        """
+        entry = self._entries.get(rref_id)
+        if entry is None:
+            entry, _ = self._apply([ev.ValueWanted(rref=rref_id)], want=rref_id)
+        if entry is None:
+            raise texts.value_gone(rref_id, self.worker_id)
+        return entry
+
+    # --- Packing and unpacking -------------------------------------------------------------------
+
+    def reduce(self, rref: RRef[Any], destination: int | None) -> tuple[Any, tuple[Any]]:
+        """What the codec packs in the place of `rref`, in a message to worker `destination`."""
+        return rebuild_rref, (self.fork(rref, destination),)
+
+    def fork(self, rref: RRef[Any], destination: int | None) -> tuple[Any, ...]:
+        """A child of `rref` as plain data; it must be unpacked once, or abandoned.
+
+        Raises:
+            RRefError, WorkerLost: the reference is not good any more.
+        """
+        record = rref._record
+        if rref._table is not self:
+            raise RRefError(f"{rref} belongs to another agent than the one that packs it")
+        parent = self.worker_id
+        fork_id = ForkId(*self._new_id())
+        with self._lock:
+            if isinstance(record, OwnerEntry):
+                rref._check_creation()
+                if self._is_closed or self._machine.owned_state(record.rref_id) is None:
+                    raise texts.value_gone(record.rref_id, self.worker_id)
+                owner, parent_fork = self.worker_id, None
+                if destination is None:
+                    parent = ev.UNKNOWN_WORKER
+            else:
+                record.check("fork an UserRRef")
+                if not self._machine.can_pass(record.fork_id):
+                    raise texts.deleted(record.rref_id, record.fork_id, "fork an UserRRef")
+                owner, parent_fork = record.owner, record.fork_id
+            event = ev.ReferencePassed(
+                rref=record.rref_id,
+                fork=fork_id,
+                parent=parent_fork,
+                to=destination if destination is not None else ev.UNKNOWN_WORKER,
+            )
+            self._machine.handle(event, self._clock())  # has no effects
+        if self._packing.made is not None:
+            self._packing.made.append((record.rref_id, fork_id))
+        return (owner, *record.rref_id, *fork_id, parent, "")
+
+    @contextmanager
+    def sending(self) -> Iterator[None]:
+        """Around packing and sending a message: if that raises, the references in it never left,
+        and are taken back."""
+        outer, self._packing.made = self._packing.made, []
+        made = self._packing.made
+        try:
+            yield
+        except BaseException:
+            self.abandon(made)
+            raise
+        finally:
+            self._packing.made = outer
+
+    def abandon(self, made: Iterable[tuple[RRefId, ForkId]]) -> None:
+        """These forks were packed into a message that was never sent."""
+        self._apply([ev.PassingAbandoned(rref=rref, fork=fork) for rref, fork in made])
+
+    def rebuild(self, fields: tuple[Any, ...]) -> RRef[Any]:
+        """Unpacks what `fork` made."""
+        if not isinstance(fields, tuple) or len(fields) != 7:
+            raise SerializationError("Pickled RRefForkData must contain 7 numbers.")
+        owner, parent = fields[0], fields[5]
+        rref_id, fork_id = RRefId(*fields[1:3]), ForkId(*fields[3:5])
+        event = ev.ReferenceReceived(rref=rref_id, fork=fork_id, owner=owner, parent=parent)
+        if owner == self.worker_id:
+            entry, _ = self._apply([event], want=rref_id)
+            if entry is None:
+                entry = OwnerEntry(rref_id)
+                entry.set_error(texts.value_gone(rref_id, self.worker_id))
+            return RRef._of(self, entry)
+        new = UserRecord(rref_id, fork_id, owner)
+        _, record = self._apply([event], record=new)
+        if record is None:
+            new.error = partial(texts.deleted, rref_id, fork_id)
+            return RRef._of(self, new)
+        rref = RRef._of(self, record)
+        if not record.is_settled and self._packing.unconfirmed is not None:
+            self._packing.unconfirmed.append(rref)
+        return rref
+
+    @contextmanager
+    def unpacking(self) -> Iterator[list[RRef[Any]]]:
+        """Around unpacking a message. Gives a list which is filled with the references in it that
+        their owners do not know of yet; a function that gets such arguments is not to be run
+        before `when_confirmed`."""
+        outer, self._packing.unconfirmed = self._packing.unconfirmed, []
+        try:
+            yield self._packing.unconfirmed
+        finally:
+            self._packing.unconfirmed = outer
+
+    def when_confirmed(self, rrefs: list[RRef[Any]], callback: Callable[[], None]) -> None:
+        """Runs `callback` once each is confirmed or has failed; at once, if so. Their owners'
+        answers end the wait, or their loss, or `close`."""
+        waiting = itertools.count(1)
+        total = len(rrefs) + 1
+
+        def one_done() -> None:
+            if next(waiting) == total:
+                callback()
+
+        for rref in rrefs:
+            record = rref._record
+            with self._lock:
+                is_waiting = isinstance(record, UserRecord) and not record.is_settled
+                if is_waiting and isinstance(record, UserRecord):
+                    record.callbacks.append(one_done)
+            if not is_waiting:
+                one_done()
+        one_done()
+
+    # --- What happens elsewhere ------------------------------------------------------------------
+
+    def worker_lost(self, worker: int, reason: str = "") -> None:
+        """Also to be called when an answer to a REMOTE message finds its creator gone."""
+        self._apply([ev.WorkerDied(worker=worker)], reason=reason)
+
+    def _message_arrived(self, kind: Kind, source: int, body: Any) -> None:
+        message = ev.Message.from_body(kind, body)
+        self._apply([ev.MessageArrived(source=source, message=message)])
+
+    def note_death(self, record: OwnerEntry | UserRecord) -> None:
+        if not self._is_closed:
+            fork_id = record.fork_id if isinstance(record, UserRecord) else None
+            self._housekeeper.note((record.rref_id, fork_id))
+
+    def drain(self) -> None:
+        """Does what died handles and timers ask for, now. For tests, and tables not started."""
+        self._housekeeper.drain()
+
+    def _heed(self, deaths: list[tuple[RRefId, ForkId | None]], deadlines: list[float]) -> None:
+        events: list[ev.Event] = [ev.HandleDied(rref=rref, fork=fork) for rref, fork in deaths]
+        self._apply(events, tick=self._armed_for in deadlines)  # others' timers were replaced
+
+    # --- Carrying out ----------------------------------------------------------------------------
+
+    def _apply(
+        self,
+        events: list[ev.Event],
+        *,
+        tick: bool = False,
+        entry: OwnerEntry | None = None,
+        record: UserRecord | None = None,
+        want: RRefId | None = None,
+        reason: str = "",
+    ) -> tuple[OwnerEntry | None, UserRecord | None]:
+        """Feeds the machine, and carries out what it asks for.
+
+        Args:
+            tick: whether the armed timer has fired.
+            entry: takes the place that the events open.
+            record: the user that the events speak of.
+            want: whose entry to return.
+
+        Returns:
+            the entry of `want` as it is after the events, and the record that stands for `record`.
+        """
+        sends: list[ev.Send] = []
+        later: list[Callable[[], None]] = []
+        trash: list[Any] = []  # dies with this frame, after the lock: values run user code
+        with self._lock:
+            if self._is_closed:
+                return None, None
+            now = self._clock()
+            if record is not None:
+                record = self._users.setdefault(record.fork_id, record)
+            effects: list[ev.Effect] = []
+            if tick:
+                self._armed_for = None
+                effects += self._machine.tick(now)
+            for event in events:
+                effects += self._machine.handle(event, now)
+            for effect in effects:
+                match effect:
+                    case ev.Send():
+                        sends.append(effect)
+                    case ev.HoldValue(rref=rref):
+                        self._entries[rref] = entry if entry is not None else OwnerEntry(rref)
+                    case ev.DropValue(rref=rref, reason=why):
+                        dropped = self._entries.pop(rref)
+                        trash.append(dropped)
+                        if why is not None:
+                            later.append(partial(self._fail_value, dropped, why, reason))
+                    case ev.ConfirmUser(fork=fork):
+                        user = self._users[fork]
+                        user.is_confirmed = True
+                        later += user.callbacks
+                        user.callbacks = []
+                    case ev.FailUser(fork=fork, reason=why):
+                        user = self._users[fork]
+                        later += self._fail(user, partial(self._bad_user, user, why, reason))
+                    case ev.ForgetUser(fork=fork):
+                        trash.append(self._users.pop(fork))
+            wanted = self._entries.get(want) if want is not None else None
+            deadline = self._machine.next_deadline()
+            if deadline is not None and self._armed_for is not None:
+                deadline = deadline if deadline < self._armed_for else None
+            if deadline is not None:
+                self._armed_for = deadline
+            if self._is_flushing and self._machine.is_settled():
+                self._settled.notify_all()
+        if deadline is not None:
+            self._arm(deadline, deadline - now)
+        for send in sends:  # before the callbacks, which may run for long
+            self._send(send)
+        for callback in later:
+            callback()
+        return wanted, record
+
+    def _send(self, send: ev.Send) -> None:
+        try:
+            self._messenger.post(send.to, send.message.kind, send.message.body())
+        except WorkerLost as loss:
+            self._apply([ev.WorkerDied(worker=send.to)], reason=loss.reason)
+        except TelegradError as error:
+            # The machine sends it again if it matters; the agent may be shutting down.
+            _log.debug("%s to worker %d not sent: %s", send.message.kind.name, send.to, error)
+
+    def _arm(self, deadline: float, seconds: float) -> None:
+        note = partial(self._housekeeper.note, deadline)
+        timer: Timer | None = self._messenger.call_later(max(0.0, seconds), note)
+        with self._lock:
+            # Another thread may have armed an earlier one in the meantime: that one stays.
+            if deadline == self._armed_for and not self._is_closed:
+                timer, self._timer = self._timer, timer
+        if timer is not None:
+            timer.cancel()
+
+    def _fail_value(self, entry: OwnerEntry, why: ev.Reason, reason: str) -> None:
+        entry.set_error(self._lost_value(entry.rref_id, why, reason))
+
+    def _fail(
+        self, record: UserRecord, error: Callable[[str], Exception]
+    ) -> list[Callable[[], None]]:
+        """The first error stands. Returns the callbacks to run after the lock is released."""
+        if record.error is None:
+            record.error = error
+        callbacks, record.callbacks = record.callbacks, []
+        return callbacks
+
+    def _new_id(self) -> tuple[int, int]:
+        return self.worker_id, next(self._ids)
+
+    # --- In words --------------------------------------------------------------------------------
+
+    def debug_info(self) -> dict[str, str]:
+        """The counts of upstream's `_rref_context_get_debug_info`, under its names."""
+        with self._lock:
+            counts = self._machine.counts()
+        return {
+            "num_owner_rrefs": str(counts.owner_rrefs),
+            "num_forks": str(counts.forks),
+            "num_pending_users": str(counts.pending_users),
+            "num_pending_futures": str(counts.pending_futures),
+        }
+
+    def leak_report(self) -> list[str]:
+        """One line for each reference that another worker still holds to a value here."""
+        with self._lock:
+            return [
+                f"Leaking RRef {texts.text_of_id(rref)} with fork Id {texts.text_of_id(fork)}"
+                for rref, fork, _ in self._machine.forks()
+            ]
+
+    def _describe_open(self) -> list[str]:
+        forks = [
+            f"worker {worker} still holds {texts.text_of_id(rref)}, which worker "
+            f"{self.worker_id} owns"
+            for rref, _, worker in self._machine.forks()
+        ]
+        users = [
+            f"worker {owner} has not acknowledged the end of {texts.text_of_id(rref)} "
+            f"({state.name})"
+            for rref, _, owner, state in self._machine.references()
+        ]
+        return forks + users
+
+    def _lost_value(self, rref_id: RRefId, why: ev.Reason, reason: str) -> Exception:
+        if why is ev.Reason.CREATOR_LOST:
+            return texts.creator_lost(rref_id, self.worker_info(rref_id.created_on).name, reason)
+        return texts.value_gone(rref_id, self.worker_id)
+
+    def _bad_user(self, record: UserRecord, why: ev.Reason, reason: str, attempt: str) -> Exception:
+        if why is ev.Reason.DELETED:
+            return texts.deleted(record.rref_id, record.fork_id, attempt)
+        owner = self.worker_info(record.owner).name
+        if why is ev.Reason.OWNER_LOST:
+            return texts.owner_lost(record.rref_id, owner, reason, attempt)
+        return texts.value_never_found(record.rref_id, owner, attempt)

@@ -1,0 +1,82 @@
+"""What goes wrong with references, in words.
+
+Some of the words are upstream's, because its suites and existing programs look for them.
+"""
+
+from __future__ import annotations
+
+from telegrad.errors import RpcTimeout, RRefError, WorkerLost
+from telegrad.ids import ForkId, RRefId
+
+__all__ = [
+    "creation_error",
+    "creator_lost",
+    "deleted",
+    "owner_lost",
+    "text_of_id",
+    "value_gone",
+    "value_never_found",
+]
+
+
+def text_of_id(id_: RRefId | ForkId) -> str:
+    return f"GloballyUniqueId(created_on={id_.created_on}, local_id={id_.local_id})"
+
+
+def creation_error(cause: BaseException) -> Exception:
+    """What the use of a reference raises whose creation failed because of `cause`."""
+    how = "timed out" if isinstance(cause, RpcTimeout) else "failed"
+    text = (
+        f"RRef creation via rpc.remote() {how}, and it is possible that the RRef on the owner node "
+        f"does not exist: {cause}"
+    )
+    error: Exception
+    if isinstance(cause, WorkerLost):
+        error = WorkerLost(text, worker=cause.worker, reason=cause.reason)
+    else:
+        error = RRefError(text)
+    error.__cause__ = cause
+    return error
+
+
+def deleted(rref_id: RRefId, fork_id: ForkId, attempt: str) -> RRefError:
+    end = "on it after deletion." if attempt.endswith("()") else "after deletion."
+    return RRefError(
+        f"User RRef with RRefId={text_of_id(rref_id)} and ForkId={text_of_id(fork_id)} has been "
+        f"deleted. Cannot call {attempt} {end}"
+    )
+
+
+def value_gone(rref_id: RRefId, worker: int) -> RRefError:
+    """At the owner, about a value that it no longer has."""
+    return RRefError(
+        f"the value of RRef {text_of_id(rref_id)} is gone from worker {worker}: the worker that "
+        "passed the reference on was lost, or the reference was used after its end"
+    )
+
+
+def creator_lost(rref_id: RRefId, creator: str, reason: str) -> WorkerLost:
+    """At the owner, about a value that will never be made."""
+    return WorkerLost(
+        f"RRef {text_of_id(rref_id)} was never created: {creator}, which was about to create it "
+        f"here, was lost ({reason})",
+        worker=creator,
+        reason=reason,
+    )
+
+
+def owner_lost(rref_id: RRefId, owner: str, reason: str, attempt: str) -> WorkerLost:
+    return WorkerLost(
+        f"cannot call {attempt} on RRef {text_of_id(rref_id)}: its owner {owner} was lost "
+        f"({reason})",
+        worker=owner,
+        reason=reason,
+    )
+
+
+def value_never_found(rref_id: RRefId, owner: str, attempt: str) -> RRefError:
+    """At a user, about a value that its owner no longer has."""
+    return RRefError(
+        f"cannot call {attempt} on RRef {text_of_id(rref_id)}: {owner} no longer has its value, "
+        "because the worker that passed the reference on was lost on the way"
+    )

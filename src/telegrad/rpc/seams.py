@@ -1,0 +1,98 @@
+"""What the layers above an agent may ask of it, and what it asks of them.
+
+The RRef table, the autograd engine and membership are written against `Messenger`, so they run
+unchanged on a real agent and on the simulated network of `telegrad.testing`. `Recorder` points the
+other way: it is how autograd takes part in every call without the agent knowing what a gradient
+is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+from telegrad.wire.frames import Kind
+
+__all__ = ["NO_CONTEXT", "Handler", "Messenger", "Recorder", "Timer"]
+
+NO_CONTEXT = -1
+"""The context id of a message that belongs to no autograd context."""
+
+Handler = Callable[[int, Any], Any]
+"""Takes the sender's worker id and the message's body.
+
+Runs on a thread of its own: it may block and may run user code. What it returns answers a
+`request` (a returned `torch.futures.Future` answers when it is done) and is dropped for a `post`.
+"""
+
+
+class Timer(Protocol):
+    """A pending `call_later`."""
+
+    def cancel(self) -> None: ...
+
+
+class Messenger(Protocol):
+    """The part of an agent that protocols stand on. Bodies are any value the codec can pack."""
+
+    @property
+    def worker_id(self) -> int: ...
+
+    def post(self, to: int, kind: Kind, body: Any) -> None:
+        """Sends a message that has no answer; also to oneself.
+
+        No order is promised between two posts. Returns once the bytes have left, so tensors in
+        the body may be changed afterwards.
+
+        Raises:
+            WorkerLost: the peer is known to be gone. Otherwise its loss is told to the watchers.
+            SerializationError: the body cannot be packed.
+        """
+
+    def request(
+        self, to: int, kind: Kind, body: Any, *, timeout: float | None = None
+    ) -> torch.futures.Future[Any]:
+        """Sends a message that is answered; ends in the answer, `RpcTimeout`, `WorkerLost` or what
+        the handler raised. `timeout` None is the agent's default, 0 is none."""
+
+    def handle(self, kind: Kind, handler: Handler) -> None:
+        """Registers the handler of a kind of message. Done once per kind, before the agent starts."""
+
+    def watch_losses(self, callback: Callable[[int, str], None]) -> None:
+        """`callback(worker_id, reason)` runs once for each worker that is lost, on a thread of its
+        own. A worker that comes back under its id is told apart by nobody: it may be lost again."""
+
+    def call_later(self, seconds: float, callback: Callable[[], None]) -> Timer:
+        """Runs `callback` once, on the agent's clock thread: it must be short and not block."""
+
+
+class Recorder(Protocol):
+    """What autograd does for each message. An agent without one records nothing."""
+
+    def current_context(self) -> int:
+        """The context of this thread, or `NO_CONTEXT`. Called for every call: must be fast."""
+
+    def record_send(self, context_id: int, to: int, tensors: Sequence[torch.Tensor]) -> int:
+        """A message of this context leaves for worker `to`.
+
+        Args:
+            tensors: those in the message that require grad; may be empty.
+
+        Returns:
+            the message's autograd id, which travels with it.
+        """
+
+    def record_receive(
+        self, context_id: int, message_id: int, source: int, tensors: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """The message has arrived here: gives each of `tensors` (all require grad) its history.
+
+        Returns:
+            the tensors to put in their places, in the same order.
+        """
+
+    def enter(self, context_id: int) -> AbstractContextManager[None]:
+        """Makes the context current on this thread while a call of its runs here."""

@@ -1,0 +1,247 @@
+"""A worker's life: it meets the others, works, and leaves.
+
+Everything that a worker consists of hangs on one `Worker` object: the agent, the table of remote
+references, gatherings, and what layers above have added through `extensions`.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from telegrad.errors import RpcTimeout, TelegradError, WorkerLost
+from telegrad.rpc import current
+from telegrad.rpc.agent import Agent
+from telegrad.rpc.gather import Gatherings
+from telegrad.rpc.options import RpcOptions
+from telegrad.rpc.remote import RemoteReferences
+from telegrad.rpc.rendezvous import Directory, Record, host_identity, meet
+from telegrad.rpc.worker_info import WorkerInfo
+from telegrad.wire.frames import Kind
+
+__all__ = ["Extension", "Worker", "extensions", "start_worker"]
+
+_log = logging.getLogger("telegrad.rpc")
+
+
+class Extension(Protocol):
+    """What a layer above adds to each worker."""
+
+    def close(self) -> None:
+        """The worker ends: drop what belongs to it, fail what waits."""
+
+
+extensions: dict[str, Callable[[Agent], Extension]] = {}
+"""Made for every worker, before it talks to anybody. The key is how the layer finds its own."""
+
+
+class Worker:
+    def __init__(
+        self,
+        info: WorkerInfo,
+        incarnation: bytes,
+        secret: bytes,
+        options: RpcOptions,
+        directory: Directory,
+    ) -> None:
+        self.info = info
+        self.directory = directory
+        self.references = RemoteReferences()
+        self.agent = Agent(
+            info,
+            incarnation,
+            secret,
+            options,
+            directory,
+            self.references.codec,
+            lambda _: current.act_for(self),
+        )
+        predecessor = directory.predecessor()
+        self._predecessor = predecessor
+        self.references.connect(self.agent, is_successor=predecessor is not None)
+        self.gatherings = Gatherings(self.agent)
+        self.agent.handle(Kind.MEMBERS, self._on_membership)
+        self.extensions = {name: make(self.agent) for name, make in extensions.items()}
+        self._is_closed = False
+        self._closing_lock = threading.Lock()  # one thread closes
+
+    def start(self) -> None:
+        """Listens, publishes where, and waits for the rest of the group."""
+        network, directory = self.agent.network, self.directory
+        predecessor = self._predecessor
+        record = network.listen(all_local=directory.all_on_one_host(host_identity()))
+        if predecessor is not None and network.answers(predecessor):
+            raise TelegradError(
+                f"rank {self.info.id} is taken: worker {predecessor.name!r} runs under it"
+            )
+        network.introduce_member(record)
+        network.start()
+        directory.publish(record)
+        for other in directory.everybody():
+            network.introduce_member(other)
+        if directory.is_open:
+            self._check_name_is_free()
+        if directory.is_open or predecessor is not None:
+            self._announce(record)
+        directory.joined()
+
+    def _check_name_is_free(self) -> None:
+        taken = [m for m in self.agent.network.members() if m.name == self.info.name]
+        if len(taken) > 1:
+            others = [m.id for m in taken if m.id != self.info.id]
+            self.directory.withdraw()
+            raise TelegradError(
+                f"RPC worker name {self.info.name!r} is not unique: worker {others[0]} has it"
+            )
+
+    def _announce(self, record: Record) -> None:
+        """Tells the others who are there already; one that does not answer hears of it later."""
+        told = [
+            self.agent.request(member.id, Kind.MEMBERS, record, timeout=10.0)
+            for member in self.agent.network.members()
+            if member.id != self.info.id
+        ]
+        for answer in told:
+            try:
+                answer.wait()
+            except (RpcTimeout, WorkerLost) as error:
+                _log.info("%s could not be told of this worker: %s", self.info.name, error)
+
+    def _on_membership(self, source: int, record: Record | None) -> None:
+        if record is None:
+            self.agent.network.forget_member(source)
+        else:
+            self.agent.network.introduce_member(record)
+
+    # -- the end
+
+    def shutdown(self, *, graceful: bool, timeout: float) -> None:
+        """Leaves the group; the worker is unusable afterwards, whatever is raised.
+
+        Args:
+            graceful: first waits until no worker has work left, and everybody knows.
+            timeout: seconds for that; 0 waits for as long as the others live.
+        """
+        try:
+            if graceful:
+                deadline = time.monotonic() + timeout if timeout else float("inf")
+                if self.directory.is_open:
+                    self._leave(deadline)
+                else:
+                    self._finish_together(deadline)
+        finally:
+            self.close()
+
+    def _finish_together(self, deadline: float) -> None:
+        workers = [member.id for member in self.agent.network.members()]
+        # Twice the same counts, and nothing going on: then no message was under way in between.
+        seen: Any = None
+        while True:
+            self._wait_until_idle(deadline)
+            counts = self._gather(workers, self._activity(), deadline)
+            is_quiet = all(begun == ended and not pending for begun, ended, pending in counts)
+            if is_quiet and counts == seen:
+                break
+            seen = counts
+        self.references.flush(_left(deadline))
+        self._gather(workers, None, deadline)
+        self._wait_until_last(workers)
+
+    def _gather(self, workers: list[int], value: Any, deadline: float) -> list[Any]:
+        found = self.gatherings.gather(
+            workers, value, timeout=_left(deadline), forgive_losses=True
+        )
+        return [found[worker] for worker in sorted(found)]
+
+    def _activity(self) -> tuple[int, int, int]:
+        begun, ended = self.agent.work_counts()
+        return begun, ended, self.agent.pending_calls()
+
+    def _wait_until_idle(self, deadline: float) -> None:
+        """Ends when no call runs here and none made here is open, or at the deadline. A call made
+        here ends by itself: by its reply, its timeout or the loss of its worker."""
+        pause = 0.0005
+        while True:
+            begun, ended, pending = self._activity()
+            if begun == ended and not pending:
+                return
+            if time.monotonic() > deadline:
+                raise RpcTimeout(
+                    f"worker {self.info.name!r} still has work at the end of its shutdown's "
+                    f"timeout: {begun - ended} calls run here, {pending} made here are open",
+                    worker=self.info.name,
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, 0.02)
+
+    def _wait_until_last(self, workers: list[int]) -> None:
+        """The leader of the last gathering stays until the others have its answer: they leave
+        when they do. Ends when they are gone, or after a few seconds."""
+        network = self.agent.network
+        others = [w for w in workers if w != self.info.id]
+        if others and self.info.id < min(others):
+            end = time.monotonic() + 5.0
+            while time.monotonic() < end and not all(network.is_lost(w) for w in others):
+                time.sleep(0.001)
+
+    def _leave(self, deadline: float) -> None:
+        """Leaves an open group: others may go on."""
+        self._wait_until_idle(deadline)
+        self.references.flush(_left(deadline))
+        self.directory.withdraw()
+        for member in self.agent.network.members():
+            if member.id != self.info.id:
+                answer = self.agent.request(member.id, Kind.MEMBERS, None, timeout=_left(deadline))
+                try:
+                    answer.wait()
+                except WorkerLost:
+                    continue  # it has left before us
+
+    def close(self) -> None:
+        """Ends at once. What still waits here or elsewhere for this worker fails."""
+        with self._closing_lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        for extension in self.extensions.values():
+            extension.close()
+        self.references.close()
+        self.agent.network.close(goodbye=True)
+
+
+def _left(deadline: float) -> float:
+    return 0.0 if deadline == float("inf") else max(0.001, deadline - time.monotonic())
+
+
+def start_worker(
+    name: str,
+    rank: int,
+    world_size: int | None,
+    options: RpcOptions,
+    store: dist.Store | None = None,
+) -> Worker:
+    """Joins a group.
+
+    Args:
+        store: where to meet; by default what `options.init_method` says.
+    """
+    if store is None:
+        store, rank, size = meet(options, rank, world_size)
+    else:
+        size = world_size or 0
+    info = WorkerInfo(name, rank)
+    directory = Directory(store, rank, size)
+    secret = directory.secret(options.configured_secret())
+    worker = Worker(info, secrets.token_bytes(16), secret, options, directory)
+    try:
+        worker.start()
+    except BaseException:
+        worker.close()
+        raise
+    return worker

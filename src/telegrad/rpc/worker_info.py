@@ -1,0 +1,42 @@
+"""Who a worker is."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from telegrad.errors import TelegradError
+
+__all__ = ["WorkerInfo"]
+
+_NAME = re.compile(r"[A-Za-z0-9_:\-]+")
+_MAX_LENGTH = 128
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class WorkerInfo:
+    """A worker's name and id (its rank). Cheaper to pass to a call than a name is to look up.
+
+    Raises:
+        TelegradError: the name is empty, too long, or has other characters than letters, digits,
+            underscore, colon and dash.
+    """
+
+    name: str
+    id: int
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise TelegradError("Worker name must be non-empty")
+        if len(self.name) >= _MAX_LENGTH:
+            raise TelegradError(
+                f"Worker name must be shorter than {_MAX_LENGTH} characters, got {len(self.name)}"
+            )
+        if not _NAME.fullmatch(self.name):
+            raise TelegradError(
+                f"Worker name must match {_NAME.pattern} (letters, digits, '_', ':', '-'), "
+                f"got {self.name!r}"
+            )
+
+    def __repr__(self) -> str:
+        return f"WorkerInfo(id={self.id}, name={self.name})"

@@ -1,0 +1,109 @@
+"""The network seam: all that the rest of telegrad knows of a network.
+
+A `Transport` listens at and connects to addresses such as `unix:@name`, `tcp:10.0.0.1:4000`,
+`tls:10.0.0.1:4000` or `inproc:name`. A `Connection` carries whole messages in order; one thread
+sends and one thread receives at a time. Every implementation passes the contract suite in
+`telegrad.testing.transport_contract`.
+
+What ends a wait: `receive` ends in a frame, in `TransportTimeout` once `set_timeout` seconds have
+passed, or in `ConnectionClosed` when either end closes or the peer dies. `interrupt` makes a wait
+in another thread end in `ConnectionClosed` at once. `accept` ends when the listener is closed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from telegrad.wire.frames import Frame, Kind
+
+__all__ = [
+    "Connection",
+    "ConnectionClosed",
+    "Listener",
+    "MemorySharing",
+    "Transport",
+    "TransportTimeout",
+]
+
+
+class ConnectionClosed(Exception):
+    """The connection has ended. Never leaves the agent: it becomes a `WorkerLost` there."""
+
+
+class TransportTimeout(Exception):
+    """Nothing came within the set time. Never leaves the agent: it becomes an `RpcTimeout`."""
+
+
+class MemorySharing(Protocol):
+    """Memory shared with one peer process: large buffers go through it, not through the socket."""
+
+    def lend(self, data: memoryview) -> tuple[int, int] | None:
+        """Copies `data` in; returns (segment, descriptor to pass or -1), or None: send it."""
+
+    def learn(self, segment: int, descriptor: int) -> None:
+        """The peer has announced a segment of its own."""
+
+    def borrow(self, segment: int, length: int) -> Any:
+        """The buffer in the peer's segment; dropping it gives the segment back."""
+
+
+class Connection(Protocol):
+    reads: int
+    """Grows whenever something has been read: a peer that is in the middle of a long message is
+    alive."""
+
+    def send(
+        self,
+        kind: Kind,
+        flags: int = 0,
+        call_id: int = 0,
+        context_id: int = -1,
+        message_id: int = -1,
+        body: Sequence[bytes | memoryview] = (),
+        buffers: Sequence[memoryview] = (),
+    ) -> None:
+        """Sends one message, straight from the buffers' memory; returns when it has been handed
+        over, so that the memory may change afterwards."""
+
+    def receive(self) -> Frame:
+        """The next message."""
+
+    def send_bytes(self, data: bytes) -> None:
+        """Sends bytes outside of any frame: the handshake, before the first message."""
+
+    def receive_bytes(self, length: int) -> bytes:
+        """Exactly `length` bytes of a handshake."""
+
+    def poll(self) -> bool:
+        """Whether `receive` would not wait."""
+
+    def set_timeout(self, seconds: float | None) -> None:
+        """How long `send` and `receive` wait for the peer; None is for ever."""
+
+    def share_memory(self, memory: MemorySharing) -> None:
+        """Offers shared memory for large buffers; a transport that cannot use it ignores it."""
+
+    def interrupt(self) -> None:
+        """Ends the connection and every wait on it, from any thread."""
+
+    def close(self) -> None:
+        """Frees the descriptor. Only the thread that uses the connection may call it, or any
+        thread once nobody uses it."""
+
+
+class Listener(Protocol):
+    @property
+    def address(self) -> str:
+        """Where others can connect."""
+
+    def accept(self) -> Connection:
+        """The next connection, not yet proved to be a friend's."""
+
+    def close(self) -> None: ...
+
+
+class Transport(Protocol):
+    def listen(self) -> Listener: ...
+
+    def connect(self, address: str, timeout: float) -> Connection: ...

@@ -1,0 +1,149 @@
+"""A real transport without a network: agents of one process, for tests.
+
+Messages are copied on their way, so nothing is shared by accident that a socket would not share.
+Addresses are `inproc:<number>`; a listener is found by its address while it is open.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+from collections.abc import Sequence
+
+from telegrad.transport.base import ConnectionClosed, MemorySharing, TransportTimeout
+from telegrad.wire.frames import Frame, Kind
+
+__all__ = ["InprocConnection", "InprocListener", "InprocTransport"]
+
+_listeners: dict[str, InprocListener] = {}
+_numbers = itertools.count(1)
+
+_Item = Frame | bytes | None  # None: the other end has closed
+
+
+class InprocConnection:
+    """One end of a pair of queues."""
+
+    def __init__(self, inbox: queue.SimpleQueue[_Item], outbox: queue.SimpleQueue[_Item]) -> None:
+        self._inbox = inbox
+        self._outbox = outbox
+        self.reads = 0
+        self._timeout: float | None = None
+        self._is_closed = threading.Event()
+        self._pending = b""
+        self._peeked: list[_Item] = []
+
+    def send(
+        self,
+        kind: Kind,
+        flags: int = 0,
+        call_id: int = 0,
+        context_id: int = -1,
+        message_id: int = -1,
+        body: Sequence[bytes | memoryview] = (),
+        buffers: Sequence[memoryview] = (),
+    ) -> None:
+        copies = [bytearray(buffer) for buffer in buffers]
+        frame = Frame(kind, flags, call_id, context_id, message_id, b"".join(body), list(copies))
+        self._put(frame)
+
+    def send_bytes(self, data: bytes) -> None:
+        self._put(bytes(data))
+
+    def _put(self, item: Frame | bytes) -> None:
+        if self._is_closed.is_set():
+            raise ConnectionClosed("the connection is closed")
+        self._outbox.put(item)
+
+    def receive(self) -> Frame:
+        item = self._get()
+        if not isinstance(item, Frame):
+            raise ConnectionClosed("bytes came where a message was expected")
+        return item
+
+    def receive_bytes(self, length: int) -> bytes:
+        while len(self._pending) < length:
+            item = self._get()
+            if not isinstance(item, bytes):
+                raise ConnectionClosed("a message came where a handshake was expected")
+            self._pending += item
+        data, self._pending = self._pending[:length], self._pending[length:]
+        return data
+
+    def _get(self) -> Frame | bytes:
+        if self._is_closed.is_set():
+            raise ConnectionClosed("the connection is closed")
+        if self._peeked:
+            item = self._peeked.pop()
+        else:
+            try:
+                item = self._inbox.get(timeout=self._timeout)
+            except queue.Empty:
+                raise TransportTimeout from None
+        if item is None:
+            self._inbox.put(None)  # every later read ends too
+            raise ConnectionClosed("the other end closed the connection")
+        self.reads += 1
+        return item
+
+    def poll(self) -> bool:
+        if not self._peeked:
+            try:
+                self._peeked.append(self._inbox.get_nowait())
+            except queue.Empty:
+                return False
+        return True
+
+    def set_timeout(self, seconds: float | None) -> None:
+        self._timeout = seconds
+
+    def share_memory(self, memory: MemorySharing) -> None:
+        pass  # all memory is shared here; what a socket copies is copied here too
+
+    def interrupt(self) -> None:
+        self._is_closed.set()
+        self._inbox.put(None)
+        self._outbox.put(None)
+
+    def close(self) -> None:
+        self.interrupt()
+
+
+class InprocListener:
+    def __init__(self) -> None:
+        self._address = f"inproc:{next(_numbers)}"
+        self._waiting: queue.SimpleQueue[InprocConnection | None] = queue.SimpleQueue()
+        _listeners[self._address] = self
+
+    @property
+    def address(self) -> str:
+        return self._address
+
+    def accept(self) -> InprocConnection:
+        connection = self._waiting.get()
+        if connection is None:
+            self._waiting.put(None)
+            raise ConnectionClosed("the listener is closed")
+        return connection
+
+    def offer(self, connection: InprocConnection) -> None:
+        self._waiting.put(connection)
+
+    def close(self) -> None:
+        _listeners.pop(self._address, None)
+        self._waiting.put(None)
+
+
+class InprocTransport:
+    def listen(self) -> InprocListener:
+        return InprocListener()
+
+    def connect(self, address: str, timeout: float) -> InprocConnection:
+        listener = _listeners.get(address)
+        if listener is None:
+            raise ConnectionClosed(f"nobody listens at {address}")
+        there: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+        back: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+        listener.offer(InprocConnection(there, back))
+        return InprocConnection(back, there)

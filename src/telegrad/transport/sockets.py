@@ -1,0 +1,414 @@
+"""Messages over stream sockets: Unix, TCP and TLS.
+
+Written for few system calls: a small message is one gather-write and one read. Large buffers are
+written from, and read into, the memory of the tensors themselves.
+
+Timeouts are the kernel's (`SO_RCVTIMEO`): Python's own would add a `poll` before every read.
+"""
+
+from __future__ import annotations
+
+import array
+import collections
+import os
+import secrets
+import select
+import socket
+import ssl
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+from telegrad.errors import ProtocolError
+from telegrad.transport.base import (
+    Connection,
+    ConnectionClosed,
+    MemorySharing,
+    TransportTimeout,
+)
+from telegrad.wire.frames import BUFFER, HEADER, Frame, Kind, Limits, pack_header, unpack_header
+from telegrad.wire.memory import BufferPool
+
+__all__ = ["SocketConnection", "SocketListener", "TcpTransport", "UnixTransport"]
+
+_READ_AHEAD = 1 << 16
+_POOLED_FROM = 1 << 16  # smaller buffers are plain memory: cheaper than a loan
+_MOST_PARTS = 512  # of one gather-write; IOV_MAX is 1024
+_MOST_DESCRIPTORS = 64  # in one message; the kernel's limit is 253
+_ANCILLARY = socket.CMSG_SPACE(_MOST_DESCRIPTORS * array.array("i").itemsize)
+_NEW_SEGMENT = 1  # in a buffer's descriptor: its segment's file descriptor comes with this frame
+
+
+class SocketConnection:
+    """One message stream over a connected socket."""
+
+    def __init__(self, sock: socket.socket, pool: BufferPool, limits: Limits) -> None:
+        self._socket = sock
+        self._pool = pool
+        self._limits = limits
+        self._ahead = memoryview(bytearray(_READ_AHEAD))
+        self._start = 0  # bytes in _ahead that have been read and not yet used: _start.._end
+        self._end = 0
+        self.reads = 0
+        self._timeout: float | None = None
+        self._memory: MemorySharing | None = None
+        self._descriptors: collections.deque[int] = collections.deque()
+        self._passes_descriptors = sock.family == socket.AF_UNIX
+
+    # -- sending
+
+    def send(
+        self,
+        kind: Kind,
+        flags: int = 0,
+        call_id: int = 0,
+        context_id: int = -1,
+        message_id: int = -1,
+        body: Sequence[bytes | memoryview] = (),
+        buffers: Sequence[memoryview] = (),
+    ) -> None:
+        length = 0
+        for part in body:
+            length += len(part)
+        header = pack_header(kind, flags, len(buffers), call_id, context_id, message_id, length)
+        if not buffers:
+            self._write([header, *body], ())
+            return
+        table = bytearray()
+        streamed: list[memoryview] = []
+        announced: list[int] = []
+        memory = self._memory
+        for buffer in buffers:
+            placed = None
+            if memory is not None and len(announced) < _MOST_DESCRIPTORS:
+                placed = memory.lend(buffer)
+            if placed is None:
+                table += BUFFER.pack(buffer.nbytes, 0, 0)
+                streamed.append(buffer)
+            else:
+                segment, descriptor = placed
+                is_new = descriptor >= 0
+                table += BUFFER.pack(buffer.nbytes, segment, _NEW_SEGMENT if is_new else 0)
+                if is_new:
+                    announced.append(descriptor)
+        self._write([header, table, *body, *streamed], announced)
+
+    def _write(self, parts: list[Any], descriptors: Sequence[int]) -> None:
+        try:
+            if descriptors:
+                rights = array.array("i", descriptors)
+                sent = self._socket.sendmsg(
+                    parts[:_MOST_PARTS], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)]
+                )
+            else:
+                sent = self._socket.sendmsg(parts[:_MOST_PARTS])
+            total = sum(len(part) for part in parts)
+            while sent < total:
+                parts = _after(parts, sent)
+                total = sum(len(part) for part in parts)
+                sent = self._socket.sendmsg(parts[:_MOST_PARTS])
+        except BlockingIOError:
+            raise TransportTimeout from None
+        except OSError as error:
+            raise ConnectionClosed(str(error)) from None
+
+    # -- receiving
+
+    def receive(self) -> Frame:
+        if self._end - self._start < HEADER.size:
+            self._fill(HEADER.size)
+        header = unpack_header(self._ahead, self._start, self._limits)
+        self._start += HEADER.size
+        table: list[tuple[int, int, int]] = []
+        if header.buffer_count:
+            table = list(BUFFER.iter_unpack(self._take(header.buffer_count * BUFFER.size)))
+            if sum(entry[0] for entry in table) > self._limits.max_message:
+                raise ProtocolError(f"a message is over {self._limits.max_message} bytes")
+        body = self._take(header.body_length)
+        buffers = [self._buffer(*entry) for entry in table]
+        if self._start == self._end:
+            self._start = self._end = 0
+        return Frame(
+            header.kind,
+            header.flags,
+            header.call_id,
+            header.context_id,
+            header.message_id,
+            body,
+            buffers,
+        )
+
+    def poll(self) -> bool:
+        if self._end > self._start:
+            return True
+        ready, _, _ = select.select([self._socket], [], [], 0)
+        return bool(ready)
+
+    def _fill(self, needed: int) -> None:
+        """Reads until `needed` bytes are ahead; needed <= _READ_AHEAD."""
+        if self._start + needed > _READ_AHEAD:
+            pending = bytes(self._ahead[self._start : self._end])
+            self._ahead[: len(pending)] = pending
+            self._start, self._end = 0, len(pending)
+        while self._end - self._start < needed:
+            self._end += self._read_into(self._ahead[self._end :])
+
+    def _take(self, length: int) -> bytes:
+        if length <= self._end - self._start:
+            data = bytes(self._ahead[self._start : self._start + length])
+            self._start += length
+            return data
+        if length <= _READ_AHEAD:
+            self._fill(length)
+            return self._take(length)
+        whole = bytearray(length)
+        self._take_into(memoryview(whole))
+        return bytes(whole)
+
+    def _take_into(self, target: memoryview) -> None:
+        ahead = min(len(target), self._end - self._start)
+        target[:ahead] = self._ahead[self._start : self._start + ahead]
+        self._start += ahead
+        while ahead < len(target):
+            ahead += self._read_into(target[ahead:])
+
+    def _buffer(self, length: int, segment: int, note: int) -> Any:
+        if segment:
+            if self._memory is None:
+                raise ProtocolError("the peer uses shared memory that was not agreed on")
+            if note & _NEW_SEGMENT:
+                if not self._descriptors:
+                    raise ProtocolError("a shared-memory segment came without its descriptor")
+                self._memory.learn(segment, self._descriptors.popleft())
+            return self._memory.borrow(segment, length)
+        target = self._pool.take(length) if length >= _POOLED_FROM else bytearray(length)
+        self._take_into(memoryview(target).cast("B"))
+        return target
+
+    def _read_into(self, target: memoryview) -> int:
+        try:
+            if self._passes_descriptors:
+                count, ancillary, _, _ = self._socket.recvmsg_into([target], _ANCILLARY)
+                if ancillary:
+                    self._keep_descriptors(ancillary)
+            else:
+                count = self._socket.recv_into(target)
+        except BlockingIOError:
+            raise TransportTimeout from None
+        except OSError as error:
+            raise ConnectionClosed(str(error)) from None
+        if not count:
+            raise ConnectionClosed("the other end closed the connection")
+        self.reads += 1
+        return count
+
+    def _keep_descriptors(self, ancillary: list[tuple[int, int, bytes]]) -> None:
+        for level, kind, data in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                descriptors = array.array("i")
+                descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
+                self._descriptors.extend(descriptors)
+
+    # -- bytes outside of frames: the handshake
+
+    def send_bytes(self, data: bytes) -> None:
+        self._write([data], ())
+
+    def receive_bytes(self, length: int) -> bytes:
+        return self._take(length)
+
+    # -- the connection
+
+    def set_timeout(self, seconds: float | None) -> None:
+        if seconds == self._timeout:
+            return
+        self._timeout = seconds
+        # Zero means for ever to the kernel: a time of less than a microsecond is rounded up.
+        micros = 0 if seconds is None else max(1, int(seconds * 1e6))
+        value = struct.pack("ll", *divmod(micros, 1_000_000))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
+
+    def share_memory(self, memory: MemorySharing) -> None:
+        if self._passes_descriptors:
+            self._memory = memory
+
+    def interrupt(self) -> None:
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # it has ended already, which is what was wanted
+
+    def close(self) -> None:
+        while self._descriptors:
+            os.close(self._descriptors.popleft())
+        self._socket.close()
+
+
+class TlsConnection(SocketConnection):
+    """The same over TLS, which has no gather-write, no kernel timeouts and no descriptors."""
+
+    _socket: ssl.SSLSocket
+
+    def _write(self, parts: list[Any], descriptors: Sequence[int]) -> None:
+        try:
+            small = b"".join(bytes(part) for part in parts if len(part) < _POOLED_FROM)
+            if sum(len(part) for part in parts) == len(small):
+                self._socket.sendall(small)
+                return
+            for part in parts:
+                self._socket.sendall(part)
+        except TimeoutError:
+            raise TransportTimeout from None
+        except OSError as error:
+            raise ConnectionClosed(str(error)) from None
+
+    def _read_into(self, target: memoryview) -> int:
+        try:
+            count = self._socket.recv_into(target)
+        except TimeoutError:
+            raise TransportTimeout from None
+        except OSError as error:
+            raise ConnectionClosed(str(error)) from None
+        if not count:
+            raise ConnectionClosed("the other end closed the connection")
+        self.reads += 1
+        return count
+
+    def poll(self) -> bool:
+        return self._socket.pending() > 0 or super().poll()
+
+    def set_timeout(self, seconds: float | None) -> None:
+        self._socket.settimeout(seconds)
+
+
+def _after(parts: list[Any], sent: int) -> list[Any]:
+    """What is left to write once `sent` bytes are gone."""
+    for index, part in enumerate(parts):
+        if sent < len(part):
+            return [memoryview(part).cast("B")[sent:], *parts[index + 1 :]]
+        sent -= len(part)
+    return []
+
+
+class SocketListener:
+    """Accepts connections; the transport says how one becomes a message stream."""
+
+    def __init__(self, transport: UnixTransport | TcpTransport, sock: socket.socket, at: str):
+        self._transport = transport
+        self._socket = sock
+        self._address = at
+
+    @property
+    def address(self) -> str:
+        return self._address
+
+    def accept(self) -> Connection:
+        try:
+            sock, _ = self._socket.accept()
+        except OSError as error:
+            raise ConnectionClosed(str(error)) from None
+        return self._transport.accepted(sock)
+
+    def close(self) -> None:
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread inside accept
+        except OSError:
+            pass  # not every system allows it on a listener; closing is enough there
+        self._socket.close()
+
+
+class UnixTransport:
+    """Sockets between processes of one host, in the abstract namespace: no file is left behind."""
+
+    def __init__(self, pool: BufferPool, limits: Limits) -> None:
+        self._pool = pool
+        self._limits = limits
+
+    def listen(self) -> SocketListener:
+        name = f"telegrad-{secrets.token_hex(12)}"
+        sock = socket.socket(socket.AF_UNIX)
+        try:
+            sock.bind("\0" + name)
+            sock.listen(1024)
+        except BaseException:
+            sock.close()
+            raise
+        return SocketListener(self, sock, f"unix:@{name}")
+
+    def accepted(self, sock: socket.socket) -> Connection:
+        return SocketConnection(sock, self._pool, self._limits)
+
+    def connect(self, address: str, timeout: float) -> Connection:
+        sock = socket.socket(socket.AF_UNIX)
+        try:
+            sock.settimeout(timeout)
+            sock.connect("\0" + address.removeprefix("unix:@"))
+            sock.settimeout(None)
+        except OSError as error:
+            sock.close()
+            raise ConnectionClosed(str(error)) from None
+        return SocketConnection(sock, self._pool, self._limits)
+
+
+class TcpTransport:
+    """TCP, with or without TLS.
+
+    Args:
+        host: the address to listen at.
+        port: 0 lets the system choose.
+        server_tls, client_tls: contexts that demand and check the other end's certificate.
+    """
+
+    def __init__(
+        self,
+        pool: BufferPool,
+        limits: Limits,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        server_tls: ssl.SSLContext | None = None,
+        client_tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self._pool = pool
+        self._limits = limits
+        self._host = host
+        self._port = port
+        self._server_tls = server_tls
+        self._client_tls = client_tls
+
+    def listen(self) -> SocketListener:
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        sock = socket.create_server((self._host, self._port), family=family, backlog=1024)
+        port = sock.getsockname()[1]
+        scheme = "tls" if self._server_tls else "tcp"
+        return SocketListener(self, sock, f"{scheme}:{self._host}:{port}")
+
+    def accepted(self, sock: socket.socket) -> Connection:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if self._server_tls is None:
+            return SocketConnection(sock, self._pool, self._limits)
+        # The TLS handshake happens at the first read, in the thread of this connection: a silent
+        # stranger must not keep the listener busy.
+        wrapped = self._server_tls.wrap_socket(
+            sock, server_side=True, do_handshake_on_connect=False
+        )
+        return TlsConnection(wrapped, self._pool, self._limits)
+
+    def connect(self, address: str, timeout: float) -> Connection:
+        _, _, rest = address.partition(":")
+        host, _, port = rest.rpartition(":")
+        sock: socket.socket | None = None
+        try:
+            sock = socket.create_connection((host, int(port)), timeout)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if self._client_tls is not None:
+                sock = self._client_tls.wrap_socket(sock, server_hostname=host)
+                sock.settimeout(None)
+                return TlsConnection(sock, self._pool, self._limits)
+            sock.settimeout(None)
+        except OSError as error:
+            if sock is not None:
+                sock.close()
+            raise ConnectionClosed(str(error)) from None
+        return SocketConnection(sock, self._pool, self._limits)

@@ -1,0 +1,184 @@
+"""Values to bytes and back, with tensors beside the bytes.
+
+A value is pickled by the C pickler; its tensors go into a table in front of the stream, and their
+memory, where it is large, beside the payload as raw buffers: never through pickle, never copied on
+this side. A value without tensors is a bare pickle.
+
+What is trusted: the stream, since peers have proved the cluster's secret and may run any function
+anyway. What is not: the table, whose every number is checked, because a mistake in it would be
+memory that is not ours instead of an exception.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from telegrad.errors import SerializationError, TelegradError
+from telegrad.wire.culprit import describe_type, locate, missing_global
+from telegrad.wire.packing import pack
+from telegrad.wire.pickler import Reducer, ValuePickler
+from telegrad.wire.tensors import MAGIC
+from telegrad.wire.unpacking import unpack
+
+__all__ = ["Codec", "Encoded", "Reducer"]
+
+_loads = pickle.loads
+# A pickler's memo keeps the size it grew to, and clearing it touches all of it: one that had a
+# large value is not worth keeping.
+_POOLED_BYTES = 64 * 1024
+
+
+@dataclass(slots=True)
+class Encoded:
+    """An encoded value.
+
+    Attributes:
+        payload: tensor table and pickle stream.
+        buffers: the bytes of each large span of tensor memory, in the table's order. They are the
+            sender's memory itself: send them before the tensors are changed.
+        keep: owners of that memory.
+        tensors: the tensors in the value that require grad, in the table's order: the originals,
+            with their history.
+    """
+
+    payload: bytes
+    buffers: list[memoryview]
+    keep: list[object]
+    tensors: list[torch.Tensor]
+
+
+class Codec:
+    """Encodes and decodes values; safe to use from many threads.
+
+    Args:
+        reducers: how to reduce objects of further types and their subclasses. Each is called with
+            the object and the id of the worker it goes to, and returns what `__reduce__` would.
+
+    >>> codec = Codec()
+    >>> message = codec.encode(([1, 2], {"a": torch.ones(2)}))
+    >>> codec.decode(message.payload, message.buffers)
+    ([1, 2], {'a': tensor([1., 1.])})
+    """
+
+    def __init__(self, reducers: Mapping[type, Reducer] | None = None) -> None:
+        self._reducers = dict(reducers or {})
+        self._handlers: dict[type, Any] = {}
+        self._idle: list[ValuePickler] = []
+
+    def encode(
+        self,
+        value: object,
+        destination: int = -1,
+        *,
+        root: str = "value",
+        labels: Sequence[str] | None = None,
+    ) -> Encoded:
+        """Encode `value` for the worker `destination`.
+
+        Args:
+            root: what error messages call the value.
+            labels: what they call its items instead, if it is a tuple: ``("args", "kwargs")``.
+
+        Raises:
+            SerializationError: something in the value cannot be sent; `path` says where.
+        """
+        # A pickler in use is in no list, so neither threads nor reducers that encode share one.
+        try:
+            pickler = self._idle.pop()
+        except IndexError:
+            pickler = ValuePickler(self._handlers, self._reducers)
+        pickler.destination = destination
+        try:
+            pickler.dump(value)
+            chunks = pickler.chunks
+            if pickler.marked:
+                table = pack(pickler.entries(), pickler.originals)
+                payload = b"".join(table.pieces + chunks)
+                encoded = Encoded(payload, table.buffers, table.keep, table.tensors)
+            else:
+                payload = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+                encoded = Encoded(payload, [], [], [])
+        except Exception as error:
+            explained = self._explain(value, error, root, labels)
+            if explained is error:
+                raise
+            raise explained from error
+        if len(payload) < _POOLED_BYTES:
+            pickler.reset()
+            self._idle.append(pickler)
+        return encoded
+
+    def decode(
+        self,
+        payload: bytes | bytearray | memoryview,
+        buffers: Sequence[Any] = (),
+        attach: Callable[[list[torch.Tensor]], list[torch.Tensor]] | None = None,
+    ) -> Any:
+        """Rebuild a value. Its tensors alias `buffers`, and keep them alive.
+
+        Args:
+            buffers: writable objects with the buffer protocol, each owning its memory.
+            attach: is given the tensors that required grad on the sender, as leaves, and returns
+                those that are to stand in their places. Not called if there are none.
+
+        Raises:
+            ProtocolError: the tensor table is damaged.
+            SerializationError: the value cannot be rebuilt in this process.
+        """
+        if not len(payload):
+            raise SerializationError("an empty payload cannot be decoded")
+        stream: bytes | bytearray | memoryview = payload
+        entries: list[Any] = []
+        if payload[0] == MAGIC:
+            view = memoryview(payload)
+            entries, position = unpack(view, buffers, attach)
+            stream = view[position:]
+        try:
+            return _loads(stream, buffers=entries)
+        except TelegradError:
+            raise
+        except Exception as error:
+            raise _decoding_error(stream, error) from error
+
+    def _explain(
+        self, value: Any, error: Exception, root: str, labels: Sequence[str] | None
+    ) -> Exception:
+        if isinstance(error, TelegradError) and not isinstance(error, SerializationError):
+            return error
+        if isinstance(error, RecursionError):
+            return SerializationError(f"{root} is nested too deeply to be sent", path=root)
+        path, part, cause = locate(value, self._failure, root, labels)
+        reason = str(cause or error) or type(error).__name__
+        return SerializationError(
+            f"{path} ({describe_type(part)}) cannot be sent: {reason}", path=path
+        )
+
+    def _failure(self, value: Any) -> Exception | None:
+        pickler = ValuePickler({}, self._reducers)
+        pickler.probing = True
+        try:
+            pickler.dump(value)
+            pack(pickler.entries(), pickler.originals)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer
+            return error
+        return None
+
+
+def _decoding_error(stream: bytes | bytearray | memoryview, error: Exception) -> SerializationError:
+    if isinstance(error, ImportError | AttributeError):
+        missing = missing_global(bytes(stream))
+        if missing is not None:
+            module, name, reason = missing
+            return SerializationError(
+                f"the value needs {name!r} of module {module!r}, which this worker cannot find "
+                f"({reason}); make the module importable here, in the same version as on the "
+                f"sender, or define the function where all workers import it"
+            )
+    return SerializationError(
+        f"the value could not be rebuilt on this worker: {type(error).__name__}: {error}"
+    )

@@ -1,0 +1,154 @@
+"""Frames: how one message stands on a byte stream.
+
+::
+
+    header   36 bytes, fixed
+    buffers  16 bytes each: length, shared-memory segment (0: the bytes follow on the stream)
+    body     what the kind of message says; for calls: a call head, then the codec's payload
+    stream   the bytes of those buffers that are not in shared memory, in order
+
+The header says all sizes, so a reader knows before it allocates anything whether a frame is within
+its limits. A frame that lies about them is a `ProtocolError`, and ends the connection: after it,
+nothing on that stream means anything.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+from telegrad.errors import ProtocolError
+
+__all__ = [
+    "BUFFER",
+    "HEADER",
+    "PROTOCOL_VERSION",
+    "Flags",
+    "Frame",
+    "Header",
+    "Kind",
+    "Limits",
+    "pack_header",
+    "unpack_header",
+]
+
+PROTOCOL_VERSION = 1
+MAGIC = 0x4754  # "TG", read as little-endian
+
+HEADER = struct.Struct("<HBBIqqqI")
+BUFFER = struct.Struct("<QII")
+
+
+class Kind(IntEnum):
+    """What a frame is. The numbers are part of the protocol version."""
+
+    # The connection itself
+    PING = 1
+    PONG = 2
+    GOODBYE = 3
+    # Calls
+    CALL = 10
+    REMOTE = 11
+    REPLY = 12
+    ERROR = 13
+    RECEIPT = 14
+    # Remote references
+    RREF_FETCH = 20
+    RREF_FORK = 21
+    RREF_FORK_ACCEPTED = 22
+    RREF_CHILD_ACCEPTED = 23
+    RREF_CHILD_ACKNOWLEDGED = 24
+    RREF_DELETE = 25
+    RREF_DELETED = 26
+    # Autograd
+    GRADIENTS = 40
+    PASS_ANSWER = 41
+    PASS_GATHER = 42
+    PASS_REACHABILITY = 43
+    PASS_STRIKE = 44
+    PASS_ABORT = 45
+    CONTEXT_RELEASE = 46
+    CONTEXT_RELEASED = 47
+    PASS_END = 48
+    # Membership
+    GATHER = 60
+    MEMBERS = 61
+
+
+_KINDS = {int(kind): kind for kind in Kind}
+
+
+class Flags(IntEnum):
+    """Bits of a header's flags."""
+
+    NO_ANSWER = 1
+    """A post: the sender waits for nothing but, on a lane, a receipt."""
+
+
+class Header(NamedTuple):
+    kind: Kind
+    flags: int
+    buffer_count: int
+    call_id: int
+    context_id: int
+    message_id: int
+    body_length: int
+
+
+@dataclass(slots=True)
+class Frame:
+    """One received message. `buffers` own their memory and give it back when they die."""
+
+    kind: Kind
+    flags: int
+    call_id: int
+    context_id: int
+    message_id: int
+    body: bytes
+    buffers: list[Any] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a reader accepts. Checked before anything is allocated."""
+
+    max_body: int = 1 << 30
+    max_buffers: int = 1 << 16
+    max_message: int = 1 << 36
+
+
+def pack_header(
+    kind: int,
+    flags: int,
+    buffer_count: int,
+    call_id: int,
+    context_id: int,
+    message_id: int,
+    body_length: int,
+) -> bytes:
+    return HEADER.pack(
+        MAGIC, kind, flags, buffer_count, call_id, context_id, message_id, body_length
+    )
+
+
+def unpack_header(data: bytes | bytearray | memoryview, offset: int, limits: Limits) -> Header:
+    """Reads and checks a header.
+
+    Raises:
+        ProtocolError: it is no header, or what it announces is beyond the limits.
+    """
+    magic, kind, flags, buffers, call_id, context_id, message_id, body = HEADER.unpack_from(
+        data, offset
+    )
+    if magic != MAGIC:
+        raise ProtocolError(f"the stream does not hold a telegrad frame (it begins {magic:#06x})")
+    known = _KINDS.get(kind)
+    if known is None:
+        raise ProtocolError(f"no kind of message has the number {kind}")
+    if body > limits.max_body:
+        raise ProtocolError(f"a body of {body} bytes is over the limit of {limits.max_body}")
+    if buffers > limits.max_buffers:
+        raise ProtocolError(f"{buffers} buffers are over the limit of {limits.max_buffers}")
+    return Header(known, flags, buffers, call_id, context_id, message_id, body)

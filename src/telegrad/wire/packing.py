@@ -1,0 +1,293 @@
+"""Writing the tensor table: from a list of tensors to records, spans and buffers."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pickle import PickleBuffer
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from telegrad.wire.spans import Region, bytes_spanned, memory_at, shared_spans
+from telegrad.wire.tensors import (
+    ALIGNED,
+    COALESCED,
+    CODES,
+    COMPRESSED,
+    COMPRESSED_LAYOUTS,
+    CONJ,
+    CONTIGUOUS,
+    COO,
+    GRAD,
+    HEADER,
+    INLINE_LIMIT,
+    MAGIC,
+    NEG,
+    NO_SPAN,
+    PART,
+    RAW,
+    RECORD,
+    RECORDS,
+    SHARED,
+    SIZES,
+    STORAGE,
+    STRIDED,
+    VERSION,
+    Entry,
+    Part,
+    Sparse,
+    Whole,
+)
+
+__all__ = ["Table", "pack"]
+
+_PADDING: Final = tuple(bytes(n) for n in range(16))
+_string_at = ctypes.string_at
+
+
+@dataclass(slots=True)
+class Table:
+    """A packed table: what goes before the pickle stream, and what goes beside it."""
+
+    pieces: list[bytes]
+    buffers: list[memoryview]
+    keep: list[object]
+    tensors: list[Tensor]
+
+
+def pack(entries: Sequence[Entry], originals: dict[int, Tensor]) -> Table:
+    """Describe `entries`, in the order in which the pickle stream asks for them.
+
+    Args:
+        entries: what the stream refers to. Plain tensors are strided, on the CPU and of a known
+            dtype; whoever makes the list sees to that.
+        originals: by the id of an entry's tensor, the tensor that it stands for, where that is
+            another one (of a subclass, say): that one's history counts.
+    """
+    if not originals:
+        table = _pack_small(entries)
+        if table is not None:
+            return table
+    return _Packer(originals).pack(entries)
+
+
+def _pack_small(entries: Sequence[Entry]) -> Table | None:
+    """The usual case of a short call, in one pass: a few small, dense, separate tensors.
+
+    None if there is anything else among them. It writes what `_Packer` would write, in about half
+    of the time.
+    """
+    sizes: list[int] = []
+    inline: list[bytes] = []
+    inlined = 0
+    records: list[bytes] = []
+    grads: list[Tensor] = []
+    regions: list[tuple[int, int]] = []
+    for span, tensor in enumerate(entries):
+        if type(tensor) is not Tensor or not tensor.is_contiguous():
+            return None
+        size = tensor.nbytes
+        address = tensor.data_ptr()
+        if not 0 < size < INLINE_LIMIT or not address or tensor.is_neg() or tensor.is_conj():
+            return None
+        shape = tensor.shape
+        ndim = len(shape)
+        if ndim > 8:
+            return None
+        flags = CONTIGUOUS
+        if tensor.requires_grad:
+            flags = CONTIGUOUS | GRAD
+            grads.append(tensor)
+        records.append(
+            RECORDS[ndim].pack(STRIDED, CODES[tensor.dtype], flags, ndim, span, 0, *shape)
+        )
+        regions.append((address, address + size))
+        sizes.append(size << 1 | 1)
+        inline.append(_string_at(address, size))
+        padding = -size & ALIGNED
+        if padding:
+            inline.append(_PADDING[padding])
+            size += padding
+        inlined += size
+    if len(regions) > 1:
+        regions.sort()
+        end = 0
+        for first, after in regions:
+            if first < end:
+                return None
+            end = after
+    count = len(records)
+    header = HEADER.pack(MAGIC, VERSION, 0, count, count, inlined)
+    return Table([header, _pack_all(sizes), *inline, *records], [], [], grads)
+
+
+class _Packer:
+    __slots__ = ("buffers", "inline", "inlined", "keep", "originals", "sizes", "tensors")
+
+    def __init__(self, originals: dict[int, Tensor]) -> None:
+        self.originals = originals
+        self.sizes: list[int] = []
+        self.inline: list[bytes] = []
+        self.inlined = 0
+        self.buffers: list[memoryview] = []
+        self.keep: list[object] = []
+        self.tensors: list[Tensor] = []
+
+    def pack(self, entries: Sequence[Entry]) -> Table:
+        # First all regions, for which of them overlap is known only then.
+        regions: list[Region] = []
+        layouts: list[tuple[bool, int, int]] = []  # contiguous, address, size
+        for index, entry in enumerate(entries):
+            if type(entry) is Tensor:
+                tensor = entry
+            elif type(entry) is Part or type(entry) is Whole:
+                tensor = entry.tensor
+            else:
+                layouts.append((True, 0, 0))
+                continue
+            contiguous = tensor.is_contiguous()
+            size = tensor.nbytes
+            if size == 0:
+                layouts.append((contiguous, 0, 0))
+                continue
+            address = tensor.data_ptr()
+            if not contiguous:
+                size = bytes_spanned(tensor)
+            layouts.append((contiguous, address, size))
+            if address:
+                regions.append((address, address + size, index, tensor))
+        shared = shared_spans(regions) if len(regions) > 1 else {}
+        spans: dict[int, int] = {}
+
+        records: list[bytes] = []
+        for index, entry in enumerate(entries):
+            contiguous, address, size = layouts[index]
+            if type(entry) is Tensor:
+                kind, flags, tensor = STRIDED, 0, entry
+            elif type(entry) is Part:
+                kind, flags, tensor = STRIDED, PART, entry.tensor
+            elif type(entry) is Whole:
+                kind, flags, tensor = STORAGE, 0, entry.tensor
+            elif type(entry) is Sparse:
+                records.append(self._sparse(entry.tensor, index))
+                continue
+            elif isinstance(entry, PickleBuffer):
+                records.append(self._raw(entry))
+                continue
+            else:  # a Tensor of a subclass: the pickler never lets one through
+                raise TypeError(f"not an entry of the table: {type(entry).__name__}")
+
+            if kind == STRIDED:
+                original = self.originals.get(id(tensor), tensor) if self.originals else tensor
+                if original.requires_grad:
+                    flags |= GRAD
+                    self.tensors.append(original)
+                if tensor.is_conj():
+                    flags |= CONJ
+                if tensor.is_neg():
+                    flags |= NEG
+            offset = 0
+            if size == 0:
+                span = NO_SPAN
+            elif index in shared:
+                flags |= SHARED
+                first, end, owner = shared[index]
+                if first in spans:
+                    span = spans[first]
+                else:
+                    span = spans[first] = self._span(first, end - first, owner)
+                offset = address - first
+            else:
+                if not address or (not contiguous and 2 * tensor.nbytes < size):
+                    # Without memory of its own (a lazy zero), or mostly holes: a dense copy.
+                    tensor = _dense(tensor)
+                    contiguous, address, size = True, tensor.data_ptr(), tensor.nbytes
+                span = self._span(address, size, tensor)
+            shape = tensor.shape
+            ndim = len(shape)
+            code = CODES[tensor.dtype]
+            if contiguous:
+                flags |= CONTIGUOUS
+                if ndim < 9:
+                    records.append(
+                        RECORDS[ndim].pack(kind, code, flags, ndim, span, offset, *shape)
+                    )
+                    continue
+                numbers: tuple[int, ...] = tuple(shape)
+            else:
+                numbers = (*shape, *tensor.stride())
+            records.append(RECORD.pack(kind, code, flags, ndim, span, offset) + _pack_all(numbers))
+
+        sizes = self.sizes
+        header = HEADER.pack(MAGIC, VERSION, 0, len(sizes), len(records), self.inlined)
+        pieces = [header, _pack_all(sizes), *self.inline, *records]
+        return Table(pieces, self.buffers, self.keep, self.tensors)
+
+    def _span(self, address: int, size: int, owner: Tensor) -> int:
+        index = len(self.sizes)
+        if size < INLINE_LIMIT:
+            self.sizes.append(size << 1 | 1)
+            self._ride(_string_at(address, size))
+        else:
+            self.sizes.append(size << 1)
+            self.buffers.append(memory_at(address, size, owner))
+            self.keep.append(owner)
+        return index
+
+    def _ride(self, data: bytes) -> None:
+        size = len(data)
+        self.inline.append(data)
+        padding = -size & ALIGNED
+        if padding:
+            self.inline.append(_PADDING[padding])
+        self.inlined += size + padding
+
+    def _raw(self, buffer: PickleBuffer) -> bytes:
+        memory = buffer.raw()
+        size = memory.nbytes
+        span = len(self.sizes)
+        if size < INLINE_LIMIT:
+            self.sizes.append(size << 1 | 1)
+            self._ride(bytes(memory))
+        else:
+            self.sizes.append(size << 1)
+            self.buffers.append(memory)
+            self.keep.append(buffer)
+        return RECORD.pack(RAW, 0, 0, 0, span, 0)
+
+    def _sparse(self, tensor: Tensor, index: int) -> bytes:
+        flags = CONTIGUOUS
+        if tensor.layout is torch.sparse_coo:
+            kind, code, parts = COO, 0, 2
+            if tensor.is_coalesced():
+                flags |= COALESCED
+        else:
+            kind, code, parts = COMPRESSED, COMPRESSED_LAYOUTS.index(tensor.layout), 3
+        original = self.originals.get(id(tensor), tensor)
+        if original.requires_grad:
+            flags |= GRAD
+            self.tensors.append(original)
+        ndim = tensor.dim()
+        head = RECORD.pack(kind, code, flags, ndim, index - parts, 0)
+        return head + _pack_all(tuple(tensor.shape))
+
+
+def _pack_all(numbers: Sequence[int]) -> bytes:
+    count = len(numbers)
+    if count < 17:
+        return SIZES[count].pack(*numbers)
+    return struct.pack(f"<{count}q", *numbers)
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    with torch.no_grad():
+        # The bits for conjugation and negation travel as flags, so the copy must not resolve them.
+        if tensor.is_neg():
+            tensor = torch._neg_view(tensor)
+        if tensor.is_conj():
+            tensor = torch._conj(tensor)
+        return torch.clone(tensor, memory_format=torch.contiguous_format)

@@ -1,0 +1,219 @@
+"""Naming a function by where it is found, instead of pickling it.
+
+A call's target is nearly always something that any process finds by import: a function of a
+module, a class, a static method, `torch.add`. Its name is then all that has to travel, as
+``b"module\\0qualified.name"``, and a name can be interned per connection.
+
+A name is given only if looking it up *now* yields this very object, which is checked on each call
+(one attribute lookup): a name that was bound anew, by a decorator, a reload or a test, never stands
+for the old function. Resolution looks the attribute up each time for the same reason. Only the
+search for the right name is cached, by object identity with a weak reference, so nothing that a
+closure holds is kept alive by the cache.
+
+The names are not a sandbox: who may name a function may call it. Peers are authenticated.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from telegrad.errors import SerializationError
+
+__all__ = ["function_named", "name_of"]
+
+# Builtins of torch carry no usable name of their own; these are the places where people find them.
+_TORCH_PLACES = (
+    "torch",
+    "torch.nn.functional",
+    "torch.linalg",
+    "torch.special",
+    "torch.fft",
+    "torch.sparse",
+    "torch._C._nn",
+)
+
+
+class _Known:
+    """A function whose name was found: kept by id, and checked against the object itself."""
+
+    __slots__ = ("module", "name", "path", "target")
+
+    def __init__(self, target: Any, name: bytes, module: str, path: tuple[str, ...]) -> None:
+        self.target: Callable[[], Any] = target
+        self.name = name
+        self.module = module
+        self.path = path
+
+
+_known: dict[int, _Known] = {}
+_places: dict[bytes, tuple[str, tuple[str, ...]]] = {}
+_PLACES_LIMIT = 65_536  # a peer chooses the names: the cache of parsed ones has an end
+
+
+def name_of(func: Any) -> bytes | None:
+    """The name under which any process finds `func` again by import; None if it must be pickled.
+
+    Functions of `__main__` are named too, as the standard library pickles them: workers usually
+    run the same script.
+
+    >>> import operator
+    >>> name_of(operator.add)
+    b'_operator\\x00add'
+    >>> name_of(lambda: None) is None
+    True
+    """
+    key = id(func)
+    known = _known.get(key)
+    if known is not None and known.target() is func:
+        found: Any = sys.modules.get(known.module)
+        try:
+            for attribute in known.path:
+                found = getattr(found, attribute)
+        except AttributeError:
+            found = None
+        if found is func:
+            return known.name
+    return _search(func)
+
+
+def function_named(name: bytes) -> Callable[..., Any]:
+    """What `name` stands for in this process; imports its module if need be.
+
+    Raises:
+        SerializationError: there is no such module, or nothing of that name in it.
+    """
+    place = _places.get(name)
+    if place is None:
+        place = _parse(name)
+    module, path = place
+    try:
+        found: Any = sys.modules[module]
+        for attribute in path:
+            found = getattr(found, attribute)
+    except (KeyError, AttributeError):
+        # Not imported yet, or being imported right now by another thread.
+        found = _import(module, path)
+    return found  # type: ignore[no-any-return]
+
+
+def _parse(name: bytes) -> tuple[str, tuple[str, ...]]:
+    try:
+        module, _, qualified = str(name, "utf-8").partition("\0")
+    except UnicodeDecodeError as error:
+        raise SerializationError(f"not the name of a function: {name[:80]!r}") from error
+    path = tuple(qualified.split("."))
+    if not module or not all(path):
+        raise SerializationError(f"not the name of a function: {name[:80]!r}")
+    if len(_places) >= _PLACES_LIMIT:
+        _places.clear()
+    place = _places[bytes(name)] = (module, path)
+    return place
+
+
+def _import(module: str, path: tuple[str, ...]) -> Any:
+    qualified = ".".join(path)
+    try:
+        found: Any = importlib.import_module(module)
+    except Exception as error:
+        raise SerializationError(
+            f"module {module!r} cannot be imported on this worker ({type(error).__name__}: "
+            f"{error}), so {module}.{qualified} cannot be called; make the module importable here "
+            f"too (installed, or on PYTHONPATH)"
+        ) from error
+    for attribute in path:
+        try:
+            found = getattr(found, attribute)
+        except AttributeError as error:
+            raise SerializationError(
+                f"module {module!r} has no {qualified!r} on this worker; do all workers run the "
+                f"same version of it?"
+            ) from error
+    return found
+
+
+def _search(func: Any) -> bytes | None:
+    if isinstance(func, types.MethodType):
+        return _name_of_class_method(func)
+    for module, qualified in _candidates(func):
+        path = tuple(qualified.split("."))
+        if "<locals>" in path or "<lambda>" in path:
+            continue
+        found: Any = sys.modules.get(module)
+        for attribute in path:
+            found = getattr(found, attribute, None)
+        if found is func:
+            name = f"{module}\0{qualified}".encode()
+            _remember(func, name, module, path)
+            return name
+    return None
+
+
+def _name_of_class_method(method: types.MethodType) -> bytes | None:
+    # A bound method is a new object at each access, so what is remembered is its class.
+    owner = method.__self__
+    if not isinstance(owner, type):
+        return None
+    name = getattr(method.__func__, "__name__", "")
+    prefix = name_of(owner)
+    if prefix is None or not name or getattr(owner, name, None) != method:
+        return None
+    return prefix + b"." + name.encode()
+
+
+def _candidates(func: Any) -> Iterator[tuple[str, str]]:
+    """Places where `func` may be found, most likely first; each is checked by the caller."""
+    if isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        # Prints as "aten.add" or "aten.add.Tensor", and is found under torch.ops as that.
+        yield "torch", f"ops.{func}"
+        return
+    if isinstance(func, torch.jit.ScriptFunction):
+        qualified = func.qualified_name.removeprefix("__torch__.")
+        place, _, last = qualified.rpartition(".")
+        yield place or "__main__", last
+        return
+    name: Any = getattr(func, "__name__", None)
+    if not isinstance(name, str):
+        return
+    qualified = getattr(func, "__qualname__", name)
+    if not isinstance(qualified, str):
+        return
+    module: Any = getattr(func, "__module__", None)
+    if not isinstance(module, str):
+        module = getattr(getattr(func, "__objclass__", None), "__module__", None)
+    if isinstance(module, str):
+        yield module, qualified
+        if name != qualified:
+            yield module, name  # torch's boolean_dispatch makes functions with a wrong qualname
+    if isinstance(func, types.BuiltinFunctionType):
+        for place in _TORCH_PLACES:
+            yield place, name
+        yield "torch", f"Tensor.{name}"
+
+
+def _remember(func: Any, name: bytes, module: str, path: tuple[str, ...]) -> None:
+    key = id(func)
+    target: Any
+
+    def forget(reference: object) -> None:
+        known = _known.get(key)
+        if known is not None and known.target is reference:
+            del _known[key]
+
+    try:
+        target = weakref.ref(func, forget)
+    except TypeError:
+        if not isinstance(func, types.MethodDescriptorType | types.WrapperDescriptorType):
+            return
+
+        # Methods of C types know no weak references and live as long as their types.
+        def target() -> Any:
+            return func
+
+    _known[key] = _Known(target, name, module, path)

@@ -1,0 +1,86 @@
+"""What a pickle stream calls by name to bring a value back to life on the other worker.
+
+The names are part of the wire format: a stream made by one worker is read by another.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "as_class",
+    "meta",
+    "quantized",
+    "script",
+    "set_attributes",
+    "slot",
+    "typed_storage",
+]
+
+
+def slot(entry: Any) -> Any:
+    """The next entry of the message's tensor table, which the unpickler passes in ready made."""
+    return entry
+
+
+def as_class(tensor: Tensor, cls: type[Tensor]) -> Tensor:
+    """`tensor` as an instance of a subclass.
+
+    A Parameter is a leaf by nature. One that arrives with a history becomes a plain tensor that
+    still passes `isinstance(..., Parameter)`: its gradient has to flow back to where it came from.
+    """
+    if tensor.grad_fn is None:
+        return torch.Tensor._make_subclass(cls, tensor, tensor.requires_grad)
+    if issubclass(cls, torch.nn.Parameter):
+        tensor._is_param = True
+        return tensor
+    return tensor.as_subclass(cls)
+
+
+def set_attributes(tensor: Tensor, state: Any) -> None:
+    """Give a tensor back the attributes that its program had set on it."""
+    with torch._C.DisableTorchFunctionSubclass():
+        torch._utils._set_obj_state(tensor, state)  # type: ignore[no-untyped-call]
+
+
+def meta(
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, requires_grad: bool
+) -> Tensor:
+    """A tensor without data."""
+    return torch.empty_strided(
+        shape, strides, dtype=dtype, device="meta", requires_grad=requires_grad
+    )
+
+
+def quantized(
+    storage: torch.UntypedStorage,
+    dtype: torch.dtype,
+    offset: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    parameters: tuple[Any, ...],
+) -> Tensor:
+    """A quantized tensor over `storage`."""
+    typed = torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated, says torch; the sender's program knows
+        return torch._utils._rebuild_qtensor(  # type: ignore[no-any-return,no-untyped-call]
+            typed, offset, shape, strides, parameters, False, {}
+        )
+
+
+def typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
+    """A typed storage over an untyped one."""
+    return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
+
+
+def script(saved: bytes) -> Any:
+    """A TorchScript module, or function as the module that it was saved as."""
+    # torch.jit.load does just this, and warns of its deprecation each time.
+    unit = torch._C.CompilationUnit()
+    module = torch._C.import_ir_module_from_buffer(unit, saved, None, {}, False)  # type: ignore[call-arg,arg-type]
+    return torch.jit._recursive.wrap_cpp_module(module)  # type: ignore[no-untyped-call]

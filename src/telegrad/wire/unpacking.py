@@ -1,0 +1,298 @@
+"""Reading the tensor table: from bytes that nobody vouches for to tensors over received memory."""
+
+from __future__ import annotations
+
+import math
+import struct
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from telegrad.errors import ProtocolError
+from telegrad.wire.tensors import (
+    ALIGNED,
+    COALESCED,
+    COMPRESSED,
+    COMPRESSED_LAYOUTS,
+    CONJ,
+    CONTIGUOUS,
+    COO,
+    DTYPE_NAMES,
+    DTYPES,
+    GRAD,
+    HEADER,
+    ITEM_SIZES,
+    MAGIC,
+    NEG,
+    PART,
+    RAW,
+    RECORD,
+    SHARED,
+    SIZES,
+    STORAGE,
+    STRIDED,
+    UNUSUAL,
+    VERSION,
+)
+
+__all__ = ["unpack"]
+
+_LARGEST: Final = 2**62
+_frombuffer = torch.frombuffer
+
+
+@dataclass(slots=True)
+class _Source:
+    """A span as it arrived: `size` bytes at `offset` of `memory`."""
+
+    memory: Any
+    offset: int
+    size: int
+    storage: torch.UntypedStorage | None = None
+
+    def raw(self) -> Any:
+        if self.size == 0:
+            return bytearray()
+        # By numpy, because a memoryview casts and slices only the simplest kinds of buffers.
+        return np.frombuffer(self.memory, dtype=np.uint8, count=self.size, offset=self.offset)
+
+    def whole_storage(self) -> torch.UntypedStorage:
+        if self.storage is None:
+            if self.size == 0:
+                self.storage = torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
+            else:
+                raw = _frombuffer(
+                    self.memory, dtype=torch.uint8, count=self.size, offset=self.offset
+                )
+                self.storage = raw.untyped_storage()
+        return self.storage
+
+
+def unpack(
+    payload: memoryview,
+    buffers: Sequence[Any],
+    attach: Callable[[list[Tensor]], list[Tensor]] | None,
+) -> tuple[list[Any], int]:
+    """Rebuild a table's entries over `buffers`, without copying those.
+
+    Returns:
+        The entries that the pickle stream asks for, in its order, and where the stream begins.
+
+    Raises:
+        ProtocolError: the table is damaged.
+    """
+    try:
+        built, values, position = _read(payload, buffers)
+    except ProtocolError:
+        raise
+    except (
+        struct.error,
+        ValueError,
+        TypeError,
+        RuntimeError,
+        IndexError,
+        OverflowError,
+        BufferError,
+    ) as error:
+        raise ProtocolError(f"damaged tensor table: {error}") from error
+    if built and attach is not None:
+        # A tensor that requires grad is a value, so it stands in both lists.
+        replacements = attach([values[index] for index in built])
+        if len(replacements) != len(built):
+            raise ValueError(f"attach got {len(built)} tensors and gave {len(replacements)}")
+        for index, replacement in zip(built, replacements, strict=True):
+            values[index] = replacement
+    return values, position
+
+
+def _read(payload: memoryview, buffers: Sequence[Any]) -> tuple[list[int], list[Any], int]:
+    magic, version, zero, span_count, record_count, inlined = HEADER.unpack_from(payload)
+    if magic != MAGIC or version != VERSION or zero:
+        raise ProtocolError("damaged tensor table: not a table of this protocol version")
+    position = HEADER.size + 8 * span_count
+    if position + inlined + RECORD.size * record_count > len(payload):
+        raise ProtocolError("damaged tensor table: it is longer than its message")
+    sizes = _unpack_all(payload, HEADER.size, span_count)
+    sources = _sources(sizes, payload[position : position + inlined], buffers)
+    position += inlined
+
+    built: list[Any] = []  # by record
+    values: list[Any] = []  # without the parts
+    need_grad: list[int] = []
+    for _ in range(record_count):
+        kind, code, flags, ndim, span, offset = RECORD.unpack_from(payload, position)
+        position += 16
+        shape = _unpack_all(payload, position, ndim)
+        position += 8 * ndim
+        strides = None
+        if not flags & CONTIGUOUS:
+            strides = _unpack_all(payload, position, ndim)
+            position += 8 * ndim
+
+        value: Any
+        if kind == STRIDED:
+            dtype = DTYPES[code]
+            if dtype is None:
+                raise ProtocolError(f"this build of torch has no {DTYPE_NAMES[code]}")
+            count = math.prod(shape)
+            if strides is None and count > 0 and not flags & UNUSUAL:
+                source = sources[span]
+                if offset or count * ITEM_SIZES[code] > source.size:
+                    raise ProtocolError("damaged tensor table: a tensor is larger than its span")
+                value = _frombuffer(source.memory, dtype=dtype, count=count, offset=source.offset)
+                if ndim != 1:
+                    # In place and of the same number of elements, so that it is not a view. Two
+                    # negative sizes are refused by torch.
+                    value.resize_(shape)
+            else:
+                value = _strided(sources, dtype, flags, span, offset, shape, strides)
+        elif kind == RAW:
+            value = sources[span].raw()
+        elif kind == STORAGE:
+            value = _storage(sources, span, offset, shape)
+        elif kind in (COO, COMPRESSED):
+            value = _sparse(built, kind, code, flags, span, shape)
+        else:
+            raise ProtocolError(f"damaged tensor table: unknown kind {kind}")
+        built.append(value)
+        if flags & PART:
+            continue
+        if flags & GRAD:
+            if not isinstance(value, Tensor):
+                raise ProtocolError("damaged tensor table: only tensors have gradients")
+            value.requires_grad_()
+            need_grad.append(len(values))
+        values.append(value)
+    return need_grad, values, position
+
+
+def _unpack_all(payload: memoryview, position: int, count: int) -> tuple[int, ...]:
+    if position + 8 * count > len(payload):
+        raise ProtocolError("damaged tensor table: it is longer than its message")
+    if count < 17:
+        return SIZES[count].unpack_from(payload, position)
+    return struct.unpack_from(f"<{count}q", payload, position)
+
+
+def _sources(sizes: tuple[int, ...], inline: memoryview, buffers: Sequence[Any]) -> list[_Source]:
+    sources = []
+    # One copy out of the payload for all small spans; the tensors share and own it.
+    riding = bytearray(inline)
+    offset = 0
+    taken = 0
+    for word in sizes:
+        size = word >> 1
+        if size < 0:
+            raise ProtocolError("damaged tensor table: a span of negative size")
+        if word & 1:
+            if offset + size > len(riding):
+                raise ProtocolError("damaged tensor table: a span lies beyond the payload")
+            sources.append(_Source(riding, offset, size))
+            offset += size + (-size & ALIGNED)
+        else:
+            if taken == len(buffers):
+                raise ProtocolError("damaged tensor table: more spans than buffers")
+            memory = buffers[taken]
+            taken += 1
+            if memoryview(memory).nbytes < size:
+                raise ProtocolError("damaged tensor table: a span is larger than its buffer")
+            sources.append(_Source(memory, 0, size))
+    return sources
+
+
+def _strided(
+    sources: list[_Source],
+    dtype: torch.dtype,
+    flags: int,
+    span: int,
+    offset: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...] | None,
+) -> Tensor:
+    """A tensor that is a view, has holes, shares its span, has no elements or a lazy bit set."""
+    count = math.prod(shape)
+    if strides is None:
+        strides = _contiguous_strides(shape)
+    if min(shape, default=0) < 0 or min(strides, default=0) < 0 or offset < 0 or count > _LARGEST:
+        raise ProtocolError("damaged tensor table: negative or too large sizes")
+    if count == 0:
+        value = torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
+    else:
+        source = sources[span]
+        last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        if offset % dtype.itemsize or offset + (last + 1) * dtype.itemsize > source.size:
+            raise ProtocolError("damaged tensor table: a tensor lies outside of its span")
+        if flags & SHARED:
+            value = torch.empty(0, dtype=dtype, device="cpu")
+            value.set_(source.whole_storage(), offset // dtype.itemsize, shape, strides)
+        else:
+            value = _frombuffer(
+                source.memory, dtype=dtype, count=last + 1, offset=source.offset + offset
+            )
+            value.as_strided_(shape, strides)
+    if flags & (CONJ | NEG):
+        with torch.no_grad():
+            if flags & CONJ:
+                value = torch._conj(value)
+            if flags & NEG:
+                value = torch._neg_view(value)
+            value = value.detach()
+    return value
+
+
+def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def _storage(
+    sources: list[_Source], span: int, offset: int, shape: tuple[int, ...]
+) -> torch.UntypedStorage:
+    (size,) = shape
+    if size == 0:
+        return torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
+    source = sources[span]
+    if size < 0 or offset < 0 or offset + size > source.size:
+        raise ProtocolError("damaged tensor table: a storage lies outside of its span")
+    if size == source.size:
+        return source.whole_storage()
+    raw = _frombuffer(source.memory, dtype=torch.uint8, count=size, offset=source.offset + offset)
+    return raw.untyped_storage()
+
+
+def _sparse(
+    built: list[Any], kind: int, code: int, flags: int, first: int, shape: tuple[int, ...]
+) -> Tensor:
+    parts = built[first : first + (2 if kind == COO else 3)]
+    if not all(isinstance(part, Tensor) for part in parts):
+        raise ProtocolError("damaged tensor table: a sparse tensor of something else")
+    # Indices out of range are out-of-bounds memory later on: have torch check them here.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "support is in beta state", said once a process
+        if kind == COO:
+            indices, values = parts
+            return torch.sparse_coo_tensor(
+                indices,
+                values,
+                shape,
+                check_invariants=True,
+                is_coalesced=bool(flags & COALESCED),
+            )
+        compressed, plain, values = parts
+        return torch.sparse_compressed_tensor(
+            compressed,
+            plain,
+            values,
+            shape,
+            layout=COMPRESSED_LAYOUTS[code],
+            check_invariants=True,
+        )
