@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import threading
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from telegrad import rpc
 from telegrad.testing.cluster import processes
 
 PATIENCE = 5.0
@@ -64,9 +66,8 @@ def settle(look: Callable[[], object], is_fine: Callable[[object], bool]) -> obj
         time.sleep(0.01)
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_left_over() -> Iterator[None]:
-    """Threads, processes, descriptors and shared memory of a test end with it."""
+@contextlib.contextmanager
+def nothing_left() -> Iterator[None]:
     had_threads, had_children, had_descriptors = threads(), children(), descriptors()
     yield
     left = settle(lambda: threads() - had_threads, lambda seen: not seen)
@@ -75,6 +76,23 @@ def nothing_is_left_over() -> Iterator[None]:
     assert not left, f"processes are left over: {left}"
     left = settle(lambda: grown(had_descriptors, descriptors()), lambda seen: not seen)
     assert not left, f"descriptors are left over: {left}"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_is_left_over_by_a_module(fork_server: None) -> Iterator[None]:
+    """Threads, processes, descriptors and shared memory of a module's tests end with them."""
+    with nothing_left():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_over() -> Iterator[None]:
+    """The same for each test, but where a module shares one running group between its tests."""
+    if rpc.is_initialized():
+        yield
+    else:
+        with nothing_left():
+            yield
 
 
 def grown(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:

@@ -138,7 +138,9 @@ class Cluster:
     def _travel(self, context_id, source, to, values):
         if context_id == NO_CONTEXT:
             return copied(tuple(values))
-        chosen = [i for i, v in enumerate(values) if isinstance(v, torch.Tensor) and v.requires_grad]
+        chosen = [
+            i for i, v in enumerate(values) if isinstance(v, torch.Tensor) and v.requires_grad
+        ]
         message = self.engines[source].record_send(context_id, to, [values[i] for i in chosen])
         moved = list(copied(tuple(values)))
         received = self.engines[to].record_receive(

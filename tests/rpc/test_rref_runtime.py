@@ -199,6 +199,9 @@ def test_a_child_keeps_its_dead_parent_until_the_owner_knows_it(lossy_cluster):
         "Leaking RRef GloballyUniqueId(created_on=1, local_id=0) with fork Id "
         "GloballyUniqueId(created_on=1, local_id=2)"
     ]
+    with pytest.raises(RRefError, match="Leaking RRef"):
+        cluster.tables[0].check_leaks()
+    cluster.tables[1].check_leaks()
     del child
     cluster.settle()
     assert [cluster.tables[n].debug_info() for n in range(3)] == [

@@ -62,6 +62,7 @@ class DistAutogradContext:
         self.recvs: dict[int, tuple[Any, torch.Tensor]] = {}
         self.contacts: set[int] = set()
         self.gradients: dict[torch.Tensor, torch.Tensor] = {}
+        self._sums: set[torch.Tensor] = set()
         # One wave at a time: whoever finds `is_running` unset runs what is in `work`, the others
         # leave what they bring there. The condition guards what follows; backward() waits on it.
         self.changed = threading.Condition(threading.Lock())
@@ -93,10 +94,16 @@ class DistAutogradContext:
         """Sums what a wave found at the leaves. One wave at a time calls this."""
         for leaf, gradient in found:
             total = self.gradients.get(leaf)
-            if total is not None:
-                may_change = not create_graph and not total.requires_grad
-                gradient = leaves.add(total, gradient, in_place=may_change)
-            self.gradients[leaf] = gradient
+            if total is None:
+                self.gradients[leaf] = gradient
+            elif create_graph or total.requires_grad:
+                self.gradients[leaf] = leaves.add(total, gradient)
+                self._sums.discard(leaf)
+            else:
+                # What a wave found may share memory with other gradients; a sum is our own.
+                may_change = leaf in self._sums
+                self.gradients[leaf] = leaves.add(total, gradient, in_place=may_change)
+                self._sums.add(leaf)
 
     def __repr__(self) -> str:
         return f"DistAutogradContext(context_id={self.id})"

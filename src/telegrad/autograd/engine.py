@@ -29,6 +29,7 @@ from telegrad.autograd.pass_protocol import (
     Effect,
     EndPass,
     PassControl,
+    Standing,
     StrikeOff,
 )
 from telegrad.autograd.passes import (
@@ -40,7 +41,7 @@ from telegrad.autograd.passes import (
     unpack_reports,
 )
 from telegrad.autograd.registry import ContextRegistry
-from telegrad.autograd.waves import LocalPass, Outgoing
+from telegrad.autograd.waves import Outgoing
 from telegrad.errors import TelegradError, WorkerLost
 from telegrad.ids import WorkerCounter, worker_of
 from telegrad.rpc.seams import Messenger
@@ -207,7 +208,7 @@ class AutogradEngine(ContextRegistry):
             return
         standing = live.standing
         parcels = share.split(len(outgoing), standing)
-        if live.control is None and live.standing == 0:
+        if live.control is None and standing is Standing.CLOSED:
             with context.changed:
                 context.passes.pop(live.id, None)
         if not parcels:
@@ -338,22 +339,15 @@ class AutogradEngine(ContextRegistry):
             self._carry_out_pass(live, effects)
 
     def _reachability_asked(self, source: int, body: Any) -> None:
-        context_id, pass_id = body
-        waiting, sends = self._reachability(context_id, pass_id)
-        self._tell(source, Kind.PASS_REACHABILITY, (context_id, pass_id, waiting, sends))
+        context_id, pass_id, (retain, create) = body
+        live = self._live_pass(context_id, pass_id, retain, create)
+        if live is not None:
+            waiting, sends = self._reachability(live)
+            self._tell(source, Kind.PASS_REACHABILITY, (context_id, pass_id, waiting, sends))
 
-    def _reachability(self, context_id: int, pass_id: int) -> tuple[set[int], dict[int, set[int]]]:
-        context = self.find(context_id)
-        if context is None:
-            return set(), {}
-        with context.changed:
-            live = context.passes.get(pass_id)
-        local = (
-            live.local
-            if live is not None
-            else LocalPass(context.sends.copy(), retain_graph=True, create_graph=False)
-        )
-        return local.reachability()
+    def _reachability(self, live: LivePass) -> tuple[set[int], dict[int, set[int]]]:
+        live.is_kept = True  # nothing of a quiet pass runs, so nothing else looks at it now
+        return live.local.reachability()
 
     def _reachability_told(self, source: int, body: Any) -> None:
         context_id, pass_id, waiting, sends = body
@@ -392,10 +386,14 @@ class AutogradEngine(ContextRegistry):
                 if effect.worker == self.worker_id:
                     self._reachability_told(
                         self.worker_id,
-                        (context.id, live.id, *self._reachability(context.id, live.id)),
+                        (context.id, live.id, *self._reachability(live)),
                     )
-                elif not self._tell(effect.worker, Kind.PASS_GATHER, (context.id, live.id)):
-                    return
+                else:
+                    flags = (live.retain_graph, live.create_graph)
+                    if not self._tell(
+                        effect.worker, Kind.PASS_GATHER, (context.id, live.id, flags)
+                    ):
+                        return
             elif isinstance(effect, StrikeOff):
                 body = (
                     context.id,

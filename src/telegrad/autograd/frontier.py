@@ -54,7 +54,7 @@ class Frontier(Generic[Key, Node]):
     ) -> None:
         self._awaited: dict[Key, Sequence[Node]] = dict(sources)
         self._open: dict[Node, int] = {}
-        self._next: dict[Node, list[Node]] = {}
+        self._next: dict[Node, Sequence[Node]] = {}
         self._free: set[Node] = set()
         self._reached: set[Node] = set()
         self._free_reached: set[Node] = set()
@@ -145,28 +145,19 @@ class Frontier(Generic[Key, Node]):
         is_free: Callable[[Node], bool],
     ) -> None:
         open_, next_, free = self._open, self._next, self._free
-        todo: list[Node] = []
-        for node in entries:
-            if node in open_:
-                open_[node] += 1
-            elif node not in free:
-                if is_free(node):
-                    free.add(node)
-                else:
-                    open_[node] = 1
-                    todo.append(node)
+        todo: list[Sequence[Node]] = [list(entries)]
         while todo:
-            node = todo.pop()
-            following = next_[node] = list(successors(node))
-            for successor in following:
-                if successor in open_:
-                    open_[successor] += 1
-                elif successor not in free:
-                    if is_free(successor):
-                        free.add(successor)
+            for node in todo.pop():
+                if node in open_:
+                    open_[node] += 1
+                elif node not in free:
+                    following = successors(node)
+                    if not following and is_free(node):
+                        free.add(node)
                     else:
-                        open_[successor] = 1
-                        todo.append(successor)
+                        open_[node] = 1
+                        next_[node] = following
+                        todo.append(following)
 
     def _settle(self, node: Node, *, is_reached: bool) -> None:
         if node in self._free:

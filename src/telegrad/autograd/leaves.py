@@ -163,8 +163,8 @@ class _DdpParameters:
         }
 
 
-def _with_subclasses(cls: type) -> list[type]:
-    found: list[type] = [cls]
+def _with_subclasses(cls: Any) -> list[Any]:
+    found = [cls]
     for subclass in cls.__subclasses__():
         found += _with_subclasses(subclass)
     return found

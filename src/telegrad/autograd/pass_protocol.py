@@ -24,8 +24,10 @@ reachability: which received messages waiting gradients lead to, and which each 
 to. A message that can be reached from a waiting gradient can still arrive, all others cannot. It
 follows the answers from worker to worker, also to those that had no part in the pass yet, then
 tells each which of its sends are *live*, with a share of the credit; the rest is struck off there.
-The distributed graph has no cycles, so some waiting gradient is behind no live send and goes on:
-each resolution makes progress, and the pass ends.
+A worker that was asked keeps the pass until it is told of the end, even if it closes: a strike may
+be on its way to it, overtaken by the gradients that closed it. The distributed graph has no cycles,
+so some waiting gradient is behind no live send and goes on: each resolution makes progress, and the
+pass ends.
 
 **Failure** ends a pass from any state, once. Credit of a failed pass is worth nothing.
 
@@ -129,7 +131,7 @@ class PassState(enum.Enum):
 
 @dataclass(frozen=True)
 class AskReachability:
-    """Ask a worker for its local reachability."""
+    """Ask a worker for its local reachability; it keeps the pass until the end from here on."""
 
     worker: int
 
@@ -167,6 +169,7 @@ class PassControl:
         self._home = Fraction(0)
         self._reports: Reports = {}
         self._asked: set[int] = set()
+        self._ever_asked: set[int] = set()
         self._told: dict[int, dict[int, frozenset[int]]] = {}
         self._waiting_messages: set[int] = set()
 
@@ -192,7 +195,7 @@ class PassControl:
         }
         self._told = {}
         self._waiting_messages = set()
-        return [AskReachability(worker) for worker in sorted(self._asked)]
+        return self._ask(self._asked)
 
     def reachability_told(
         self,
@@ -213,7 +216,7 @@ class PassControl:
         strangers = {worker_of(message) for message in live} - self._asked
         if strangers:
             self._asked |= strangers
-            return [AskReachability(worker) for worker in sorted(strangers)]
+            return self._ask(strangers)
         concerned = [
             worker
             for worker, sends_ in sorted(self._told.items())
@@ -242,12 +245,17 @@ class PassControl:
     def _is_waiting(self, worker: int) -> bool:
         return worker in self._reports and self._reports[worker][1] is Standing.WAITING
 
+    def _ask(self, workers: set[int]) -> list[Effect]:
+        self._ever_asked |= workers
+        return [AskReachability(worker) for worker in sorted(workers)]
+
     def _ends(self) -> list[Effect]:
-        return [
-            EndPass(worker)
-            for worker, (_, standing) in sorted(self._reports.items())
+        keeping = {
+            worker
+            for worker, (_, standing) in self._reports.items()
             if standing is not Standing.CLOSED
-        ]
+        }
+        return [EndPass(worker) for worker in sorted(keeping | self._ever_asked)]
 
     def _closure(self) -> set[int]:
         live: set[int] = set()

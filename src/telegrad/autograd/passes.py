@@ -85,6 +85,8 @@ class LivePass:
         self.local = LocalPass(
             context.sends.copy(), retain_graph=retain_graph, create_graph=create_graph
         )
+        self.is_kept = False
+        """Asked about: this worker keeps the pass until it is told of its end."""
         # At the initiator only:
         self.control: PassControl | None = None
         self.is_over = False
@@ -95,7 +97,7 @@ class LivePass:
     def standing(self) -> Standing:
         if self.local.is_waiting:
             return Standing.WAITING
-        return Standing.CLOSED if self.local.is_closed else Standing.OPEN
+        return Standing.CLOSED if self.local.is_closed and not self.is_kept else Standing.OPEN
 
 
 class Arrival(NamedTuple):

@@ -84,6 +84,7 @@ class LocalPass:
         self._frontier: Frontier[int, Any] | None = None
         self._arrived: list[int] = []
         self._below: set[Any] = set()
+        self._saved_walk: tuple[int, Sequence[Any]] | None = None
         self._entering: dict[tuple[Any, int], torch.Tensor] = {}
 
     @property
@@ -137,13 +138,11 @@ class LocalPass:
         Raises:
             Exception: whatever a backward function or a hook raised.
         """
-        if self._frontier is None and not self._awaited:
-            # Everything has arrived: nothing blocks anything, one walk finds the leaves.
+        leaves = None if self._frontier is not None else self._leaves_of_unblocked()
+        if leaves is not None:
             self._arrived.clear()
             entering, self._entering = self._entering, {}
-            if not entering:
-                return [], []
-            return _Wave(self, _leaves_behind(node for node, _ in entering), {}).run(entering, [])
+            return _Wave(self, leaves, {}).run(entering, []) if entering else ([], [])
         frontier = self._settle_arrivals()
         ready, boundary = frontier.advance()
         if boundary:
@@ -171,6 +170,26 @@ class LocalPass:
                 gradient = adopt(gradient, leaf, references=1)
             found.append(LeafGradient(leaf, gradient))
         return outgoing, found
+
+    def _leaves_of_unblocked(self) -> Sequence[Any] | None:
+        """The leaves of all that has entered, if nothing that is awaited can block any of it.
+
+        That is plain if nothing is awaited. For one awaited send, two walks tell, and the second is
+        saved for when it arrives. For more, counting (`Frontier`) is cheaper.
+        """
+        if len(self._awaited) > 1:
+            return None
+        if not self._awaited:
+            if self._saved_walk is not None and self._arrived == [self._saved_walk[0]]:
+                return self._saved_walk[1]
+            return _leaves(_walk(node for node, _ in self._entering))
+        (last,) = self._awaited
+        entered = _walk(node for node, _ in self._entering)
+        awaited = _walk(node for node, _ in self.sends[last].edges)
+        if not all(_is_free(node) for node in entered & awaited):
+            return None
+        self._saved_walk = (last, _leaves(awaited))
+        return _leaves(entered)
 
     def _hold_leaves_below(
         self, frontier: Frontier[int, Any], ready: list[Any], boundary: dict[Any, set[Any]]
@@ -349,7 +368,7 @@ def _run_engine(
 ) -> None:
     # torch.autograd.backward with the checks of user input left out: they take longer than a
     # small graph.
-    torch.autograd.Variable._execution_engine.run_backward(  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.run_backward(
         roots, gradients, retain_graph, create_graph, inputs, True, True
     )
 
@@ -370,8 +389,8 @@ def _walk(entries: Iterable[Any]) -> set[Any]:
     return seen
 
 
-def _leaves_behind(entries: Iterable[Any]) -> list[Any]:
-    return [node for node in _walk(entries) if type(node) is AccumulateGrad]
+def _leaves(nodes: Iterable[Any]) -> list[Any]:
+    return [node for node in nodes if type(node) is AccumulateGrad]
 
 
 def _messages_behind(entries: Iterable[Any]) -> set[int]:

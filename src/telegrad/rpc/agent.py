@@ -319,7 +319,7 @@ class Agent:
         if handler is None:
             raise TelegradError(f"this worker does not handle {frame.kind.name} messages")
         value = handler(source, self._decode(source, frame, frame.body))
-        return (None, value) if isinstance(value, Future) else (value, None)
+        return (None, value) if isinstance(value, torch._C.Future) else (value, None)
 
     def unpack_call(
         self, source: int, frame: Frame, offset: int
@@ -474,8 +474,8 @@ class AsyncCall(PendingCall):
 
 
 def checked_future(func: Callable[..., Any], value: Any) -> Future[Any]:
-    if isinstance(value, Future):
-        return value
+    if isinstance(value, torch._C.Future):  # what `then` returns is of torch's own base class
+        return value  # type: ignore[return-value]
     raise SerializationError(
         "Functions decorated with @rpc.functions.async_execution must return a "
         f"torch.futures.Future object, but {describe_function(func)} returned a "

@@ -14,6 +14,7 @@ Every wait here is a wait on the store, and ends in the value or after the agent
 
 from __future__ import annotations
 
+import collections
 import json
 import os
 import secrets
@@ -33,7 +34,7 @@ from telegrad.rpc.worker_info import WorkerInfo
 
 __all__ = ["Directory", "Record", "host_identity", "meet"]
 
-_generation = 0
+_starts: collections.Counter[str] = collections.Counter()  # of this process, by meeting place
 # torch's TCP rendezvous ends with its iterator: it is kept for as long as the process lives.
 _iterators: list[Iterator[Any]] = []
 
@@ -88,24 +89,13 @@ def meet(options: RpcOptions, rank: int, world_size: int | None) -> tuple[dist.S
         _iterators.append(iterator)
     if options.rpc_timeout:
         store.set_timeout(timedelta(seconds=options.rpc_timeout))
-    return _fresh(store, rank), rank, size
+    return _fresh(store, _place(options.init_method), rank), rank, size
 
 
-def _fresh(store: dist.Store, rank: int) -> dist.Store:
-    """The part of the store that belongs to this start of the group.
-
-    A process that starts a second agent uses fresh keys; so do the others, in step with it. A
-    process that takes the place of a crashed one goes where that one was.
-    """
-    global _generation
-    last = f"telegrad/generation/{rank}"
-    if _generation == 0 and store.check([last]):
-        number = int(store.get(last))
-    else:
-        number = _generation
-        store.set(last, str(number))
-    _generation += 1
-    return dist.PrefixStore(f"telegrad/{number}", store)
+def _place(init_method: str) -> str:
+    if not init_method.startswith("env:"):
+        return init_method
+    return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
 
 
 def _check(rank: int, world_size: int | None) -> None:
@@ -115,6 +105,22 @@ def _check(rank: int, world_size: int | None) -> None:
         raise ValueError(f"rank {rank} is not within a group of {world_size} workers")
     if rank > MAX_WORKER_ID:
         raise ValueError(f"rank must be at most {MAX_WORKER_ID}, got {rank}")
+
+
+def _fresh(store: dist.Store, place: str, rank: int) -> dist.Store:
+    """The part of the store that belongs to this start of the group.
+
+    A process that starts again at the same meeting place uses fresh keys; so do the others, in step
+    with it. A process that takes the place of a crashed one goes where that one was.
+    """
+    last = f"telegrad/generation/{rank}"
+    if _starts[place] == 0 and store.check([last]):
+        number = int(store.get(last))
+    else:
+        number = _starts[place]
+        store.set(last, str(number))
+    _starts[place] += 1
+    return dist.PrefixStore(f"telegrad/{number}", store)
 
 
 class Directory:

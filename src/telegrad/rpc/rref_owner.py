@@ -164,7 +164,9 @@ class OwnerLedger:
 
     def next_deadline(self) -> float | None:
         firsts = (self._placeholders, self._dead_forks, self._dead_rrefs)
-        return min((next(iter(times.values())) for times in firsts if times), default=None)
+        if not any(firsts):
+            return None
+        return min(next(iter(times.values())) for times in firsts if times)
 
     # --- Parts -----------------------------------------------------------------------------------
 

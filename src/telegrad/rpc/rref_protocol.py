@@ -164,8 +164,10 @@ class RRefProtocol:
 
     def next_deadline(self) -> float | None:
         """When `tick` will have something to do, if nothing happens before."""
-        times = (self._outbox.next_deadline(), self._owner.next_deadline())
-        return min((time for time in times if time is not None), default=None)
+        retry, expiry = self._outbox.next_deadline(), self._owner.next_deadline()
+        if retry is None or expiry is None:
+            return retry if expiry is None else expiry
+        return min(retry, expiry)
 
     # --- What can be asked -----------------------------------------------------------------------
 

@@ -505,6 +505,12 @@ class RRefTable:
                 for rref, fork, _ in self._machine.forks()
             ]
 
+    def check_leaks(self) -> None:
+        """Raises: RRefError: other workers still hold references to values here."""
+        leaks = self.leak_report()
+        if leaks:
+            raise texts.leak_error(leaks)
+
     def _describe_open(self) -> list[str]:
         forks = [
             f"worker {worker} still holds {texts.text_of_id(rref)}, which worker "

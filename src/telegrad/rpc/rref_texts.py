@@ -12,6 +12,7 @@ __all__ = [
     "creation_error",
     "creator_lost",
     "deleted",
+    "leak_error",
     "owner_lost",
     "text_of_id",
     "value_gone",
@@ -44,6 +45,17 @@ def deleted(rref_id: RRefId, fork_id: ForkId, attempt: str) -> RRefError:
     return RRefError(
         f"User RRef with RRefId={text_of_id(rref_id)} and ForkId={text_of_id(fork_id)} has been "
         f"deleted. Cannot call {attempt} {end}"
+    )
+
+
+def leak_error(leaks: list[str]) -> RRefError:
+    return RRefError(
+        "Detected RRef Leaks during shutdown. This usually occurs when the application code still "
+        "holds references to RRef instances when calling shutdown(). If the program has completed "
+        "correctly and the process is exiting, it is OK to ignore these leaks. However, if your "
+        "program will keep running after this, these leaks could result in memory leaks on RRef "
+        "owners. Please make sure all RRefs are out of scope and Python GC has deleted them before "
+        "calling shutdown():\n" + "\n".join(leaks)
     )
 
 
