@@ -135,9 +135,9 @@ def lossy_cluster() -> Iterator[Cluster]:
 
 def make_cluster(network: SimulatedNetwork) -> Iterator[Cluster]:
     cluster = Cluster(network, workers=3)
-    set_table_lookup(cluster.lookup)
+    before = set_table_lookup(cluster.lookup)
     yield cluster
-    set_table_lookup(None)
+    set_table_lookup(before)
     for table in cluster.tables:
         table.close()
 

@@ -17,7 +17,6 @@ the pass, refuses what still arrives for it, and tells those it knows.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from fractions import Fraction
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from telegrad.autograd.context import DistAutogradContext
 from telegrad.autograd.pass_protocol import (
     AskReachability,
     Complete,
+    Credit,
     Effect,
     EndPass,
     PassControl,
@@ -37,7 +37,9 @@ from telegrad.autograd.passes import (
     Failure,
     LivePass,
     check_roots,
+    pack_credit,
     pack_reports,
+    unpack_credit,
     unpack_reports,
 )
 from telegrad.autograd.registry import ContextRegistry
@@ -130,7 +132,7 @@ class AutogradEngine(ContextRegistry):
                 self.retrieve(context.id)
             context.passes[live.id] = live
         try:
-            self._leave(context, Arrival(live, Fraction(1), {}, roots=roots))
+            self._leave(context, Arrival(live, 1, {}, roots=roots))
             while not live.is_over:
                 with context.changed:
                     context.changed.wait_for(
@@ -166,8 +168,9 @@ class AutogradEngine(ContextRegistry):
                     return
                 into = context.work[0].into
                 batch = [arrival for arrival in context.work if arrival.into is into]
-                for arrival in batch:
-                    context.work.remove(arrival)
+                others = [arrival for arrival in context.work if arrival.into is not into]
+                context.work.clear()
+                context.work.extend(others)
             try:
                 self._advance(into, batch)
             except BaseException:
@@ -189,7 +192,7 @@ class AutogradEngine(ContextRegistry):
                         local.enter_roots(arrival.roots)
                     elif arrival.live is not None:
                         local.strike_off_all_but(arrival.live)
-                    else:
+                    elif arrival.gradients is not None:
                         local.arrive(arrival.message_id, arrival.gradients)
                 if live.is_driven_by_caller and not batch[0].roots:
                     with torch.profiler.record_function(
@@ -223,7 +226,7 @@ class AutogradEngine(ContextRegistry):
                 self._fail(live, Failure.raised(worker, error))
                 return
 
-    def _send(self, live: LivePass, message: Outgoing, credit: Fraction, reports: Any) -> None:
+    def _send(self, live: LivePass, message: Outgoing, credit: Credit, reports: Any) -> None:
         to, gradients = message.received.source, message.gradients
         gradient_message_id = -1
         with_history: tuple[int, ...] = ()
@@ -240,7 +243,7 @@ class AutogradEngine(ContextRegistry):
             live.id,
             (live.retain_graph, live.create_graph),
             message.received.message_id,
-            (credit.numerator, credit.denominator),
+            pack_credit(credit),
             pack_reports(reports),
             gradients,
             gradient_message_id,
@@ -262,9 +265,10 @@ class AutogradEngine(ContextRegistry):
                 Failure("raised", self.worker_id, f"no message {message_id} was sent from here"),
             )
             return
+        # Tensors of our own: the message's are still referred to by whoever handed it to us.
+        gradients = [g if g is None else g.detach() for g in gradients]
         if create:
             gradient_message_id, with_history = body[7:]
-            gradients = list(gradients)
             recorded = self.record_receive(
                 context_id, gradient_message_id, source, [gradients[i] for i in with_history]
             )
@@ -274,7 +278,7 @@ class AutogradEngine(ContextRegistry):
             live.context,
             Arrival(
                 live,
-                Fraction(*credit),
+                unpack_credit(credit),
                 unpack_reports(reports),
                 message_id=message_id,
                 gradients=gradients,
@@ -325,7 +329,7 @@ class AutogradEngine(ContextRegistry):
         body = (
             live.context.id,
             live.id,
-            (credit.numerator, credit.denominator),
+            pack_credit(credit),
             pack_reports(reports),
         )
         self._tell(live.initiator, Kind.PASS_ANSWER, body)
@@ -335,7 +339,9 @@ class AutogradEngine(ContextRegistry):
         live = self._own_pass(context_id, pass_id)
         if live is not None and live.control is not None:
             with live.context.changed:
-                effects = live.control.credit_returned(Fraction(*credit), unpack_reports(reports))
+                effects = live.control.credit_returned(
+                    unpack_credit(credit), unpack_reports(reports)
+                )
             self._carry_out_pass(live, effects)
 
     def _reachability_asked(self, source: int, body: Any) -> None:
@@ -361,7 +367,9 @@ class AutogradEngine(ContextRegistry):
         context_id, pass_id, (retain, create), keep, credit = body
         live = self._live_pass(context_id, pass_id, retain, create)
         if live is not None:
-            self._leave(live.context, Arrival(live, Fraction(*credit), {}, live=frozenset(keep)))
+            self._leave(
+                live.context, Arrival(live, unpack_credit(credit), {}, live=frozenset(keep))
+            )
 
     def _pass_ended(self, source: int, body: Any) -> None:
         context_id, pass_id = body
@@ -400,7 +408,7 @@ class AutogradEngine(ContextRegistry):
                     live.id,
                     (live.retain_graph, live.create_graph),
                     tuple(effect.live),
-                    (effect.credit.numerator, effect.credit.denominator),
+                    pack_credit(effect.credit),
                 )
                 if effect.worker == self.worker_id:
                     self._struck_off(self.worker_id, body)
@@ -508,6 +516,12 @@ class AutogradEngine(ContextRegistry):
                     "during the backward pass",
                 )
                 self._finish(live, failure.error())
+
+    def close(self) -> None:
+        """The worker ends: its contexts are freed here, and passes that wait for others fail."""
+        for context in self.contexts:
+            self._contexts.pop(context.id, None)
+            self._context_freed(context)
 
     # Messages
 

@@ -35,7 +35,7 @@ __all__ = ["Loans", "add", "adopt", "is_hooked", "needs_grad_field"]
 def is_hooked(node: Any) -> bool:
     """Whether anything is registered that must see the leaf's total gradient."""
     tensor = node.variable
-    if tensor._backward_hooks or needs_grad_field(tensor):
+    if tensor._backward_hooks or needs_grad_field(tensor, torch.distributed.is_initialized()):
         return True
     for register in (node.register_hook, node.register_prehook):
         # Registering is the only way to get at the dictionary of hooks.
@@ -47,11 +47,11 @@ def is_hooked(node: Any) -> bool:
     return False
 
 
-def needs_grad_field(tensor: torch.Tensor) -> bool:
+def needs_grad_field(tensor: torch.Tensor, is_ddp_possible: bool) -> bool:
     """Whether hooks of this leaf look for its gradient in `.grad`."""
     if tensor._post_accumulate_grad_hooks:
         return True
-    return torch.distributed.is_initialized() and _ddp.manages(tensor)
+    return is_ddp_possible and _ddp.manages(tensor)
 
 
 def adopt(gradient: torch.Tensor, leaf: torch.Tensor, references: int) -> torch.Tensor:

@@ -47,6 +47,7 @@ from telegrad.ids import worker_of
 __all__ = [
     "AskReachability",
     "Complete",
+    "Credit",
     "EndPass",
     "PassControl",
     "PassShare",
@@ -69,6 +70,9 @@ class Standing(enum.IntEnum):
     """Gradients are held that cannot go on before something arrives."""
 
 
+Credit: TypeAlias = Fraction | int
+"""A part of 1. An int where it is whole, which it is in a plain chain of calls."""
+
 Reports = dict[int, tuple[int, Standing]]
 """Worker → (how many reports it has made, its latest standing)."""
 
@@ -85,20 +89,20 @@ class PassShare:
 
     def __init__(self, worker: int) -> None:
         self._worker = worker
-        self._credit = Fraction(0)
+        self._credit: Credit = 0
         self._reports: Reports = {}
         self._reports_made = 0
 
     @property
-    def credit(self) -> Fraction:
+    def credit(self) -> Credit:
         return self._credit
 
-    def take(self, credit: Fraction, reports: Mapping[int, tuple[int, Standing]]) -> None:
+    def take(self, credit: Credit, reports: Mapping[int, tuple[int, Standing]]) -> None:
         """A message of the pass has come."""
-        self._credit += credit
+        self._credit = self._credit + credit if self._credit else credit
         merge_reports(self._reports, reports)
 
-    def split(self, parcels: int, standing: Standing) -> list[tuple[Fraction, Reports]]:
+    def split(self, parcels: int, standing: Standing) -> list[tuple[Credit, Reports]]:
         """A wave has ended and sends so many gradient messages: what each of them carries.
 
         Messages that came meanwhile count as under way until they are taken. The first parcel
@@ -108,14 +112,14 @@ class PassShare:
         self._reports[self._worker] = (self._reports_made, standing)
         if not parcels:
             return []
-        share = self._credit / parcels
-        self._credit = Fraction(0)
+        share = self._credit if parcels == 1 else self._credit / Fraction(parcels)
+        self._credit = 0
         reports, self._reports = self._reports, {}
         return [(share, reports), *((share, {}) for _ in range(parcels - 1))]
 
-    def give_up(self) -> tuple[Fraction, Reports]:
+    def give_up(self) -> tuple[Credit, Reports]:
         """Idle, and nothing was sent on: what goes home to the initiator."""
-        credit, self._credit = self._credit, Fraction(0)
+        credit, self._credit = self._credit, 0
         reports, self._reports = self._reports, {}
         return credit, reports
 
@@ -142,7 +146,7 @@ class StrikeOff:
 
     worker: int
     live: frozenset[int]
-    credit: Fraction
+    credit: Credit
 
 
 @dataclass(frozen=True)
@@ -166,7 +170,7 @@ class PassControl:
     def __init__(self) -> None:
         self.state = PassState.RUNNING
         self.resolutions = 0
-        self._home = Fraction(0)
+        self._home: Credit = 0
         self._reports: Reports = {}
         self._asked: set[int] = set()
         self._ever_asked: set[int] = set()
@@ -174,7 +178,7 @@ class PassControl:
         self._waiting_messages: set[int] = set()
 
     def credit_returned(
-        self, credit: Fraction, reports: Mapping[int, tuple[int, Standing]]
+        self, credit: Credit, reports: Mapping[int, tuple[int, Standing]]
     ) -> list[Effect]:
         """Credit came home from a worker, or from the initiator's own share."""
         if self.state is not PassState.RUNNING:
@@ -223,8 +227,8 @@ class PassControl:
             if self._is_waiting(worker) or not live.issuperset(sends_)
         ]
         self.state = PassState.RUNNING
-        share = self._home / len(concerned)
-        self._home = Fraction(0)
+        share = self._home / Fraction(len(concerned))
+        self._home = 0
         return [
             StrikeOff(worker, frozenset(live.intersection(self._told[worker])), share)
             for worker in concerned

@@ -11,18 +11,41 @@ from typing import Any, NamedTuple
 import torch
 
 from telegrad.autograd.context import DistAutogradContext
-from telegrad.autograd.pass_protocol import PassControl, PassShare, Reports, Standing
+from telegrad.autograd.pass_protocol import (
+    Credit,
+    PassControl,
+    PassShare,
+    Reports,
+    Standing,
+)
 from telegrad.autograd.waves import LocalPass
 from telegrad.errors import BackwardError, ContextError, TelegradError, WorkerLost
 from telegrad.ids import worker_of
 
-__all__ = ["Arrival", "Failure", "LivePass", "pack_reports", "unpack_reports"]
+__all__ = [
+    "Arrival",
+    "Failure",
+    "LivePass",
+    "check_roots",
+    "pack_credit",
+    "pack_reports",
+    "unpack_credit",
+    "unpack_reports",
+]
 
 PackedReports = tuple[tuple[int, int, int], ...]
 
 
 def pack_reports(reports: Reports) -> PackedReports:
     return tuple((worker, n, int(standing)) for worker, (n, standing) in reports.items())
+
+
+def pack_credit(credit: Credit) -> tuple[int, int]:
+    return (credit.numerator, credit.denominator)
+
+
+def unpack_credit(packed: tuple[int, int]) -> Credit:
+    return packed[0] if packed[1] == 1 else Fraction(*packed)
 
 
 def unpack_reports(packed: PackedReports) -> Reports:
@@ -104,11 +127,11 @@ class Arrival(NamedTuple):
     """Something that makes a worker work: roots, gradients of a send function, or a strike."""
 
     into: LivePass
-    credit: Fraction
+    credit: Credit
     reports: Reports
     roots: Sequence[torch.Tensor] = ()
     message_id: int = -1
-    gradients: Sequence[torch.Tensor | None] = ()
+    gradients: list[torch.Tensor | None] | None = None
     live: frozenset[int] | None = None
 
 

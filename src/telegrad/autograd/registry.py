@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -25,7 +26,7 @@ from telegrad.autograd.context_lifetime import (
     TellReleased,
 )
 from telegrad.autograd.nodes import recv_history, send_history
-from telegrad.errors import ContextError, WorkerLost
+from telegrad.errors import ContextError, TelegradError, WorkerLost
 from telegrad.ids import WorkerCounter
 from telegrad.rpc.seams import NO_CONTEXT, Messenger
 from telegrad.wire.frames import Kind
@@ -33,6 +34,8 @@ from telegrad.wire.frames import Kind
 __all__ = ["ContextRegistry"]
 
 RETRY_SECONDS = 1.0
+ACKNOWLEDGE_SECONDS = 0.2  # well under a retry
+ACKNOWLEDGE_AT_ONCE = 256
 
 
 class ContextRegistry:
@@ -57,6 +60,11 @@ class ContextRegistry:
         self._lifetimes = ContextLifetimes(worker_id)
         self._lifetimes_lock = threading.Lock()  # guards the two above
         self._is_retry_planned = False
+        # Nobody waits for an acknowledgement, and a message for each would cost more than the
+        # release itself: they are gathered for a while.
+        self._acknowledgements: dict[int, list[int]] = {}
+        self._acknowledgements_lock = threading.Lock()
+        self._is_acknowledging_planned = False
         if messenger is not None:
             messenger.handle(Kind.CONTEXT_RELEASE, self._release_told)
             messenger.handle(Kind.CONTEXT_RELEASED, self._release_acknowledged)
@@ -189,9 +197,10 @@ class ContextRegistry:
             effects = self._lifetimes.released(context_id, told_by=source)
         self._carry_out(effects)
 
-    def _release_acknowledged(self, source: int, context_id: int) -> None:
+    def _release_acknowledged(self, source: int, context_ids: Sequence[int]) -> None:
         with self._lifetimes_lock:
-            self._lifetimes.acknowledged(context_id, source)
+            for context_id in context_ids:
+                self._lifetimes.acknowledged(context_id, source)
 
     def _carry_out(self, effects: Sequence[Effect]) -> None:
         for effect in effects:
@@ -200,19 +209,46 @@ class ContextRegistry:
                 if context is not None:
                     self._on_freed(context)
             elif isinstance(effect, TellReleased):
-                self._post(effect.worker, Kind.CONTEXT_RELEASE, effect.context_id)
+                self._tell_released(effect.worker, effect.context_id)
                 self._plan_retry()
             elif isinstance(effect, Acknowledge):
-                self._post(effect.worker, Kind.CONTEXT_RELEASED, effect.context_id)
+                self._acknowledge(effect.worker, effect.context_id)
 
-    def _post(self, worker: int, kind: Kind, context_id: int) -> None:
+    def _tell_released(self, worker: int, context_id: int) -> None:
         if self._messenger is None:
             return
         try:
-            self._messenger.post(worker, kind, context_id)
+            self._messenger.post(worker, Kind.CONTEXT_RELEASE, context_id)
         except WorkerLost:  # it has nothing to free any more
             with self._lifetimes_lock:
                 self._lifetimes.acknowledged(context_id, worker)
+
+    def _acknowledge(self, worker: int, context_id: int) -> None:
+        with self._acknowledgements_lock:
+            gathered = self._acknowledgements.setdefault(worker, [])
+            gathered.append(context_id)
+            is_full = len(gathered) >= ACKNOWLEDGE_AT_ONCE
+            is_first = not self._is_acknowledging_planned
+            self._is_acknowledging_planned = True
+        if is_full:
+            self._send_acknowledgements()
+        if is_first and self._messenger is not None:
+            self._messenger.call_later(ACKNOWLEDGE_SECONDS, self._acknowledgements_due)
+
+    def _acknowledgements_due(self) -> None:
+        with self._acknowledgements_lock:
+            self._is_acknowledging_planned = False
+        _aside(self._send_acknowledgements)
+
+    def _send_acknowledgements(self) -> None:
+        with self._acknowledgements_lock:
+            gathered, self._acknowledgements = self._acknowledgements, {}
+        for worker, context_ids in gathered.items():
+            try:
+                if self._messenger is not None:
+                    self._messenger.post(worker, Kind.CONTEXT_RELEASED, tuple(context_ids))
+            except TelegradError:
+                pass  # it is gone, or this worker is shutting down: it will ask again if it lives
 
     def _plan_retry(self) -> None:
         with self._lifetimes_lock:
@@ -226,8 +262,11 @@ class ContextRegistry:
         with self._lifetimes_lock:
             self._is_retry_planned = False
             effects = self._lifetimes.retry()
-        if effects:  # a post may block, and this is the agent's clock thread
-            threading.Thread(
-                target=self._carry_out, args=(effects,), name="telegrad-release", daemon=True
-            ).start()
+        if effects:
+            _aside(partial(self._carry_out, effects))
         self._plan_retry()
+
+
+def _aside(work: Callable[[], None]) -> None:
+    """Runs what may block off the agent's clock thread."""
+    threading.Thread(target=work, name="telegrad-release", daemon=True).start()

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -101,8 +102,9 @@ class LocalPass:
         for root in roots:
             self._enter(root.grad_fn, root.output_nr, torch.ones_like(root).detach())
 
-    def arrive(self, message_id: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        """The gradients of a message that this worker sent have come.
+    def arrive(self, message_id: int, gradients: list[torch.Tensor | None]) -> None:
+        """The gradients of a message that this worker sent have come; they are taken out of the
+        list, so that nobody else refers to them.
 
         Raises:
             KeyError: this worker never sent such a message.
@@ -111,6 +113,7 @@ class LocalPass:
         for (node, number), gradient in zip(sent.edges, gradients, strict=True):
             if gradient is not None and node is not None:
                 self._enter(node, number, gradient)
+        gradients.clear()
         self._awaited.discard(message_id)
         self._arrived.append(message_id)
         if not self._retain_graph:
@@ -142,7 +145,9 @@ class LocalPass:
         if leaves is not None:
             self._arrived.clear()
             entering, self._entering = self._entering, {}
-            return _Wave(self, leaves, {}).run(entering, []) if entering else ([], [])
+            if all(_is_free(node) for node, _ in entering):
+                return [], self._into_free_leaves(entering)
+            return _Wave(self, leaves, {}).run(entering, [])
         frontier = self._settle_arrivals()
         ready, boundary = frontier.advance()
         if boundary:
@@ -162,14 +167,25 @@ class LocalPass:
                 sinks = [GradientEdge(node, 0) for node in ready if type(node) is RecvNode]
                 sinks += [GradientEdge(node, 0) for node in (*leaves, *boundary)]
             outgoing, found = _Wave(self, leaves, boundary).run(entering, sinks)
-        # A free leaf has no hooks: what is for it needs no engine.
-        for key in [key for key in self._entering if frontier.is_free(key[0])]:
-            leaf = key[0].variable
-            gradient = self._entering.pop(key)
-            if not self._create_graph:
-                gradient = adopt(gradient, leaf, references=1)
-            found.append(LeafGradient(leaf, gradient))
+        found += self._into_free_leaves(
+            {
+                key: self._entering.pop(key)
+                for key in tuple(self._entering)
+                if frontier.is_free(key[0])
+            }
+        )
         return outgoing, found
+
+    def _into_free_leaves(
+        self, entering: dict[tuple[Any, int], torch.Tensor]
+    ) -> list[LeafGradient]:
+        """A free leaf has no hooks: what is for it needs no engine."""
+        if self._create_graph:
+            return [LeafGradient(key[0].variable, g) for key, g in entering.items()]
+        return [
+            LeafGradient(key[0].variable, adopt(entering[key], key[0].variable, references=1))
+            for key in entering
+        ]
 
     def _leaves_of_unblocked(self) -> Sequence[Any] | None:
         """The leaves of all that has entered, if nothing that is awaited can block any of it.
@@ -247,7 +263,8 @@ class _Wave:
     ) -> None:
         self._owner = owner
         self._boundary = boundary
-        self._lent = [node for node in leaves if needs_grad_field(node.variable)]
+        is_ddp_possible = torch.distributed.is_initialized()
+        self._lent = [node for node in leaves if needs_grad_field(node.variable, is_ddp_possible)]
         self._leaves = [node for node in leaves if node not in self._lent] if self._lent else leaves
         self._found: dict[Any, torch.Tensor] = {}
         self._outgoing: list[Outgoing] = []
@@ -366,11 +383,23 @@ def _run_engine(
     create_graph: bool,
     inputs: tuple[GradientEdge, ...],
 ) -> None:
+    if create_graph:
+        _use_up_warning()
     # torch.autograd.backward with the checks of user input left out: they take longer than a
     # small graph.
     torch.autograd.Variable._execution_engine.run_backward(
         roots, gradients, retain_graph, create_graph, inputs, True, True
     )
+
+
+@functools.cache
+def _use_up_warning() -> None:
+    """Torch warns once in a process that `.grad` will refer to its own graph: ours never does."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        leaf = torch.zeros((), requires_grad=True)
+        torch.autograd.backward(leaf * 2, create_graph=True)
+        leaf.grad = None
 
 
 def _walk(entries: Iterable[Any]) -> set[Any]:

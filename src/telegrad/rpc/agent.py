@@ -23,12 +23,13 @@ from typing import Any
 import torch
 from torch.futures import Future
 
-from telegrad.errors import RpcTimeout, SerializationError, TelegradError, WorkerLost
+from telegrad.errors import RpcTimeout, TelegradError, WorkerLost
 from telegrad.rpc.multiplex import PendingCall
 from telegrad.rpc.network import Network, Send
 from telegrad.rpc.options import RpcOptions
 from telegrad.rpc.outcome import describe_function, pack_failure, rebuild_failure
 from telegrad.rpc.peer import Peer
+from telegrad.rpc.quick_functions import QuickFunctions
 from telegrad.rpc.rendezvous import Directory
 from telegrad.rpc.seams import NO_CONTEXT, Handler, Recorder, Timer
 from telegrad.rpc.worker_info import WorkerInfo
@@ -37,7 +38,7 @@ from telegrad.wire.codec import Codec, Encoded
 from telegrad.wire.frames import Flags, Frame, Kind
 from telegrad.wire.references import function_named, name_of
 
-__all__ = ["Agent", "AsyncCall", "checked_future"]
+__all__ = ["Agent", "AsyncCall", "checked_future", "name_in"]
 
 _log = logging.getLogger("telegrad.rpc")
 
@@ -79,10 +80,13 @@ class Agent:
             options,
             directory,
             self._serve,
+            self._is_quick,
             partial(on_thread_start, self),
         )
         self.admission: Callable[[], AbstractContextManager[None]] = nullcontext
         """Stands around the unpacking of a call; the call runs when it has been left."""
+        self.quick = QuickFunctions()
+        self._call_offsets: dict[Kind, int] = {}
         self._handlers: dict[Kind, Handler] = {}
         self._frame_handlers: dict[Kind, FrameHandler] = {}
         self._call_ids = itertools.count(1)
@@ -270,8 +274,10 @@ class Agent:
             raise TelegradError(f"{kind.name} has a handler already")
         self._handlers[kind] = handler
 
-    def handle_frame(self, kind: Kind, handler: FrameHandler) -> None:
+    def handle_frame(self, kind: Kind, handler: FrameHandler, call_offset: int) -> None:
+        """Registers the handler of a kind of message that holds a call, beginning there."""
         self._frame_handlers[kind] = handler
+        self._call_offsets[kind] = call_offset
 
     def watch_losses(self, callback: Callable[[int, str], None]) -> None:
         self.network.watch_losses(callback)
@@ -306,12 +312,21 @@ class Agent:
         elif counted:
             next(self._ended)
 
+    def _is_quick(self, frame: Frame) -> bool:
+        kind = frame.kind
+        if kind is Kind.CALL:
+            return self.quick.is_quick(name_in(frame, 0))
+        offset = self._call_offsets.get(kind)
+        return offset is not None and self.quick.is_quick(name_in(frame, offset))
+
     def _run(self, source: int, frame: Frame) -> tuple[Any, Future[Any] | None]:
         """The message's value, or the future that will have it."""
         if frame.kind is Kind.CALL:
+            begun = time.perf_counter()
             func, args, kwargs = self.unpack_call(source, frame, 0)
             frame.buffers = []  # a tensor argument's memory is free again when the function is done
             value = func(*args, **kwargs)
+            self.quick.ran(name_in(frame, 0), time.perf_counter() - begun)
             if hasattr(func, "_wrapped_async_rpc_function"):
                 return None, checked_future(func, value)
             return value, None
@@ -473,10 +488,17 @@ class AsyncCall(PendingCall):
             )
 
 
+def name_in(frame: Frame, offset: int) -> bytes:
+    """The name of the function in the call at `offset`; empty if the function travels whole."""
+    (length,) = _CALL_HEAD.unpack_from(frame.body, offset)
+    start = offset + _CALL_HEAD.size
+    return frame.body[start : start + length]
+
+
 def checked_future(func: Callable[..., Any], value: Any) -> Future[Any]:
     if isinstance(value, torch._C.Future):  # what `then` returns is of torch's own base class
         return value  # type: ignore[return-value]
-    raise SerializationError(
+    raise TelegradError(
         "Functions decorated with @rpc.functions.async_execution must return a "
         f"torch.futures.Future object, but {describe_function(func)} returned a "
         f"{type(value).__name__}"

@@ -1,13 +1,12 @@
 """One connection that carries many calls at a time, in both directions.
 
-A reader thread takes frames off it. A reply completes its future right there: that is one thread
-wake-up less than passing it on. But completing a future runs the callbacks that a program has
-chained to it, and one of them may wait for a reply that comes on this very connection. So reading
-is a role, not a thread: when the clock finds the reader stuck in a completion, it starts a new
-reader, and the old one leaves once its callback returns.
-
-The reader never sends. Were it to wait for a full socket, two workers that send to each other could
-stop each other for good.
+A reader thread takes frames off it. A reply completes its future right there, and a request for a
+function that is known to be quick is run right there: that is one thread wake-up less than passing
+it on. But completing a future runs the callbacks that a program has chained to it, and one of them,
+or a function that was quick so far, may wait for something that comes on this very connection. So
+reading is a role, not a thread: when the clock finds the reader stuck, it starts a new reader, and
+the old one leaves once it returns. The same undoes two readers that wait for each other with their
+replies because both sockets are full.
 """
 
 from __future__ import annotations

@@ -48,6 +48,7 @@ class Network:
     """
     Args:
         serve: runs a message that came from worker `source`, on a thread that it may block.
+        is_quick: whether a request is done so soon that waking a thread for it would take longer.
         on_thread_start: runs first in each thread made here.
     """
 
@@ -59,6 +60,7 @@ class Network:
         options: RpcOptions,
         directory: Directory,
         serve: Serve,
+        is_quick: Callable[[Frame], bool],
         on_thread_start: Callable[[], None],
     ) -> None:
         self.info = info
@@ -67,6 +69,7 @@ class Network:
         self._options = options
         self._directory = directory
         self._serve = serve
+        self._is_quick = is_quick
         self._on_thread_start = on_thread_start
         self._host = host_identity()
         self._memory_pool = BufferPool()
@@ -373,6 +376,8 @@ class Network:
             peer.lose("it has shut down")
         elif frame.kind is Kind.PING:
             self.work.submit(partial(_pong, multiplex))
+        elif self._is_quick(frame):
+            self._serve(peer.info.id, frame, multiplex.send)
         else:
             self.work.submit(partial(self._serve, peer.info.id, frame, multiplex.send))
 

@@ -20,7 +20,7 @@ from torch.futures import Future
 
 from telegrad.errors import RRefError, TelegradError
 from telegrad.ids import ForkId, RRefId
-from telegrad.rpc.agent import Agent, AsyncCall, checked_future
+from telegrad.rpc.agent import Agent, AsyncCall, checked_future, name_in
 from telegrad.rpc.network import Send
 from telegrad.rpc.outcome import describe_function
 from telegrad.rpc.rref import RRef
@@ -60,7 +60,7 @@ class RemoteReferences:
         )
         self.table.start()
         agent.handle(Kind.RREF_FETCH, self._on_fetch)
-        agent.handle_frame(Kind.REMOTE, self._on_remote)
+        agent.handle_frame(Kind.REMOTE, self._on_remote, _IDS.size)
         agent.admission = self._admission
 
     def _reduce(self, rref: RRef[Any], destination: int) -> Any:
@@ -159,11 +159,14 @@ class RemoteReferences:
             RRefId(created_on, local_id), ForkId(fork_on, fork_local), source
         )
         self._agent.answer(source, frame, send, None)
+        begun = time.perf_counter()
         try:
             with self._agent.context_of(frame):
                 func, args, kwargs = self._agent.unpack_call(source, frame, _IDS.size)
                 frame.buffers = []
                 value = func(*args, **kwargs)
+                name = name_in(frame, _IDS.size)
+                self._agent.quick.ran(name, time.perf_counter() - begun)
                 if hasattr(func, "_wrapped_async_rpc_function"):
                     checked_future(func, value).add_done_callback(partial(_fill, entry))
                     return

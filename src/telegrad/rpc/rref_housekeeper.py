@@ -23,6 +23,8 @@ __all__ = ["Housekeeper"]
 
 _log = logging.getLogger(__name__)
 
+_REST = 0.005
+
 Death = tuple[RRefId, ForkId | None]
 
 
@@ -38,6 +40,7 @@ class Housekeeper:
         self._heed = heed
         self._notes: queue.SimpleQueue[Death | float | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._is_stopped = threading.Event()
 
     def start(self) -> None:
         self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
@@ -46,6 +49,7 @@ class Housekeeper:
     def stop(self) -> None:
         """What is still noted is not heeded any more."""
         thread, self._thread = self._thread, None
+        self._is_stopped.set()
         self._notes.put(None)
         if thread is not None and thread is not threading.current_thread():
             thread.join()
@@ -68,6 +72,8 @@ class Housekeeper:
 
     def _run(self) -> None:
         while (note := self._notes.get()) is not None:  # `stop` ends the wait
+            # Nothing here is urgent, and references often die in swarms: one message for all.
+            self._is_stopped.wait(_REST)
             try:
                 self._pass_on([note])
                 self.drain()

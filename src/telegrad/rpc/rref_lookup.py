@@ -24,11 +24,12 @@ def _no_table() -> RRefTable:
 _lookup: Callable[[], RRefTable] = _no_table
 
 
-def set_table_lookup(lookup: Callable[[], RRefTable] | None) -> None:
+def set_table_lookup(lookup: Callable[[], RRefTable]) -> Callable[[], RRefTable]:
     """`lookup()` gives the table of the agent that acts on this thread, or raises
-    `NotInitialized`."""
+    `NotInitialized`. Returns the lookup that was in force before."""
     global _lookup
-    _lookup = lookup if lookup is not None else _no_table
+    before, _lookup = _lookup, lookup
+    return before
 
 
 def current_table() -> RRefTable:

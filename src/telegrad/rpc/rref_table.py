@@ -358,9 +358,13 @@ class RRefTable:
         """Also to be called when an answer to a REMOTE message finds its creator gone."""
         self._apply([ev.WorkerDied(worker=worker)], reason=reason)
 
-    def _message_arrived(self, kind: Kind, source: int, body: Any) -> None:
-        message = ev.Message.from_body(kind, body)
-        self._apply([ev.MessageArrived(source=source, message=message)])
+    def _message_arrived(self, kind: Kind, source: int, bodies: list[Any]) -> None:
+        self._apply(
+            [
+                ev.MessageArrived(source=source, message=ev.Message.from_body(kind, body))
+                for body in bodies
+            ]
+        )
 
     def note_death(self, record: OwnerEntry | UserRecord) -> None:
         if not self._is_closed:
@@ -444,20 +448,25 @@ class RRefTable:
                 self._settled.notify_all()
         if deadline is not None:
             self._arm(deadline, deadline - now)
-        for send in sends:  # before the callbacks, which may run for long
-            self._send(send)
+        if sends:  # before the callbacks, which may run for long
+            self._send(sends)
         for callback in later:
             callback()
         return wanted, record
 
-    def _send(self, send: ev.Send) -> None:
-        try:
-            self._messenger.post(send.to, send.message.kind, send.message.body())
-        except WorkerLost as loss:
-            self._apply([ev.WorkerDied(worker=send.to)], reason=loss.reason)
-        except TelegradError as error:
-            # The machine sends it again if it matters; the agent may be shutting down.
-            _log.debug("%s to worker %d not sent: %s", send.message.kind.name, send.to, error)
+    def _send(self, sends: list[ev.Send]) -> None:
+        """Messages of one kind to one worker travel together: references often die in swarms."""
+        together: dict[tuple[int, Kind], list[Any]] = {}
+        for send in sends:
+            together.setdefault((send.to, send.message.kind), []).append(send.message.body())
+        for (to, kind), bodies in together.items():
+            try:
+                self._messenger.post(to, kind, bodies)
+            except WorkerLost as loss:
+                self._apply([ev.WorkerDied(worker=to)], reason=loss.reason)
+            except TelegradError as error:
+                # The machine sends it again if it matters; the agent may be shutting down.
+                _log.debug("%s to worker %d not sent: %s", kind.name, to, error)
 
     def _arm(self, deadline: float, seconds: float) -> None:
         note = partial(self._housekeeper.note, deadline)

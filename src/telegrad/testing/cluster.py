@@ -124,7 +124,8 @@ def cluster(
     with tempfile.TemporaryDirectory(prefix="telegrad-") as directory:
         init_method = f"file://{directory}/store"
         chosen = dataclasses.replace(
-            rpc.RpcOptions(), **{"init_method": init_method, **options}  # type: ignore[arg-type]
+            rpc.RpcOptions(),
+            **{"init_method": init_method, **options},  # type: ignore[arg-type]
         )
         group = Cluster(init_method, None if open_group else size, chosen)
         try:

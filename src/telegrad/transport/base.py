@@ -41,6 +41,9 @@ class MemorySharing(Protocol):
     def lend(self, data: memoryview) -> tuple[int, int] | None:
         """Copies `data` in; returns (segment, descriptor to pass or -1), or None: send it."""
 
+    def abandon(self, segments: Sequence[int]) -> None:
+        """The message that these were lent for has not left whole: they are not used again."""
+
     def learn(self, segment: int, descriptor: int) -> None:
         """The peer has announced a segment of its own."""
 

@@ -81,8 +81,7 @@ def answer(connection: Connection, secret: bytes) -> Identity:
     theirs = _read_hello(connection)
     nonce = secrets.token_bytes(_NONCE)
     connection.send_bytes(
-        _HELLO.pack(_MAGIC, PROTOCOL_VERSION, nonce)
-        + _prove(secret, b"server", theirs, nonce, b"")
+        _HELLO.pack(_MAGIC, PROTOCOL_VERSION, nonce) + _prove(secret, b"server", theirs, nonce, b"")
     )
     packed = connection.receive_bytes(_IDENTITY.size)
     proof = connection.receive_bytes(_PROOF)

@@ -23,11 +23,17 @@ _Item = Frame | bytes | None  # None: the other end has closed
 
 
 class InprocConnection:
-    """One end of a pair of queues."""
+    """One end of a pair of queues; `has_ended` is common to both ends."""
 
-    def __init__(self, inbox: queue.SimpleQueue[_Item], outbox: queue.SimpleQueue[_Item]) -> None:
+    def __init__(
+        self,
+        inbox: queue.SimpleQueue[_Item],
+        outbox: queue.SimpleQueue[_Item],
+        has_ended: threading.Event,
+    ) -> None:
         self._inbox = inbox
         self._outbox = outbox
+        self._has_ended = has_ended
         self.reads = 0
         self._timeout: float | None = None
         self._is_closed = threading.Event()
@@ -52,7 +58,7 @@ class InprocConnection:
         self._put(bytes(data))
 
     def _put(self, item: Frame | bytes) -> None:
-        if self._is_closed.is_set():
+        if self._has_ended.is_set():
             raise ConnectionClosed("the connection is closed")
         self._outbox.put(item)
 
@@ -103,6 +109,7 @@ class InprocConnection:
 
     def interrupt(self) -> None:
         self._is_closed.set()
+        self._has_ended.set()
         self._inbox.put(None)
         self._outbox.put(None)
 
@@ -114,6 +121,7 @@ class InprocListener:
     def __init__(self) -> None:
         self._address = f"inproc:{next(_numbers)}"
         self._waiting: queue.SimpleQueue[InprocConnection | None] = queue.SimpleQueue()
+        self._is_closed = False
         _listeners[self._address] = self
 
     @property
@@ -129,9 +137,23 @@ class InprocListener:
 
     def offer(self, connection: InprocConnection) -> None:
         self._waiting.put(connection)
+        if self._is_closed:
+            self._refuse_waiting()
 
     def close(self) -> None:
         _listeners.pop(self._address, None)
+        self._is_closed = True
+        self._refuse_waiting()
+
+    def _refuse_waiting(self) -> None:
+        """Ends the connections that nobody will accept any more."""
+        while True:
+            try:
+                connection = self._waiting.get_nowait()
+            except queue.Empty:
+                break
+            if connection is not None:
+                connection.close()
         self._waiting.put(None)
 
 
@@ -145,5 +167,6 @@ class InprocTransport:
             raise ConnectionClosed(f"nobody listens at {address}")
         there: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         back: queue.SimpleQueue[_Item] = queue.SimpleQueue()
-        listener.offer(InprocConnection(there, back))
-        return InprocConnection(back, there)
+        has_ended = threading.Event()
+        listener.offer(InprocConnection(there, back, has_ended))
+        return InprocConnection(back, there, has_ended)

@@ -10,7 +10,8 @@ LENT       the borrower has tensors on it
 RETIRED    the owner has let go of it; the borrower unmaps it when it next looks
 =========  ==================================================================
 
-The owner alone moves FREE → LENT and FREE → RETIRED; the borrower alone moves LENT → FREE, by one
+The owner alone moves FREE → LENT and FREE → RETIRED, and LENT → RETIRED if the message did not
+leave whole, for then nobody may come to borrow it; the borrower alone moves LENT → FREE, by one
 store, when the last tensor on the buffer dies, on any thread, even inside the garbage collector. So
 giving back needs no message and no lock. A borrower that dies takes nothing along: its owner sees
 the connection end and drops every segment lent to it. A segment is announced in the frame that
@@ -23,8 +24,10 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import sys
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy
@@ -36,6 +39,10 @@ __all__ = ["SHARE_FROM", "SharedMemory", "is_available"]
 
 SHARE_FROM = 1 << 16
 """Buffers of at least this many bytes go through shared memory; below it, a socket is faster."""
+
+_MOST_SEGMENTS = (
+    64  # lent to one peer: each costs both sides a descriptor for as long as it is used
+)
 
 _FREE, _LENT, _RETIRED = 0, 1, 2
 _DATA = mmap.PAGESIZE  # the state has the first page to itself, data begins page-aligned
@@ -58,7 +65,7 @@ class _Segment:
             os.ftruncate(self.descriptor, _DATA + size)
             # A borrower must be able to trust the size: reading past a shrunk file kills it.
             fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
-            self.mapping = mmap.mmap(self.descriptor, _DATA + size)
+            self.mapping = _map(self.descriptor, _DATA + size)
         except BaseException:
             os.close(self.descriptor)
             raise
@@ -68,6 +75,10 @@ class _Segment:
 
     def retire(self) -> None:
         self.mapping[0] = _RETIRED
+        self.close_descriptor()
+
+    def close_descriptor(self) -> None:
+        """It is needed until the borrower has its own."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
@@ -100,7 +111,9 @@ class SharedMemory:
             if segment is None:
                 return None
             segment.mapping[0] = _LENT
-            descriptor = -1 if segment.announced else segment.descriptor
+            if segment.announced:
+                segment.close_descriptor()
+            descriptor = segment.descriptor
             segment.announced = True
         # numpy copies without the interpreter lock, and on this core alone: torch would wake its
         # whole thread team for 1 MB, and on a busy machine wait for the slowest.
@@ -120,6 +133,8 @@ class SharedMemory:
             ):
                 best = segment
         if best is None:
+            if len(self._own) >= _MOST_SEGMENTS:
+                return None
             self._count += 1
             try:
                 best = _Segment(self._count, wanted)
@@ -131,13 +146,21 @@ class SharedMemory:
             self._own[best.number] = best
         return best
 
+    def abandon(self, segments: Sequence[int]) -> None:
+        """A message has not left whole: the peer may or may not know of the segments in it."""
+        with self._lock:
+            for number in segments:
+                segment = self._own.pop(number, None)
+                if segment is not None:
+                    segment.retire()
+
     def learn(self, segment: int, descriptor: int) -> None:
         try:
             seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
             size = os.fstat(descriptor).st_size
             if seals & _SEALS != _SEALS or size <= _DATA:
                 raise ProtocolError("a shared-memory segment is not sealed")
-            mapping = mmap.mmap(descriptor, size)
+            mapping = _map(descriptor, size)
         except OSError as error:
             raise ProtocolError(f"a shared-memory segment cannot be mapped: {error}") from None
         finally:
@@ -150,7 +173,7 @@ class SharedMemory:
             mapping = self._theirs.get(segment)
         if mapping is None or length > len(mapping) - _DATA:
             raise ProtocolError(f"shared-memory segment {segment} is not known, or too small")
-        return lend(mapping, _DATA, length, lambda: mapping.__setitem__(0, _FREE))
+        return lend(mapping, _DATA, length, lambda: _give_back(mapping))
 
     def trim(self, now: float) -> None:
         """Lets go of segments that have been free for a while, or are over the limit."""
@@ -183,3 +206,14 @@ class SharedMemory:
                 segment.retire()
             self._own.clear()
             self._theirs.clear()
+
+
+def _map(descriptor: int, size: int) -> mmap.mmap:
+    if sys.version_info >= (3, 13):
+        return mmap.mmap(descriptor, size, trackfd=False)
+    return mmap.mmap(descriptor, size)  # keeps a copy of the descriptor
+
+
+def _give_back(mapping: mmap.mmap) -> None:
+    if mapping[0] == _LENT:  # else its owner has let go of it meanwhile
+        mapping[0] = _FREE

@@ -16,7 +16,9 @@ import select
 import socket
 import ssl
 import struct
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from telegrad.errors import ProtocolError
@@ -35,6 +37,7 @@ _READ_AHEAD = 1 << 16
 _POOLED_FROM = 1 << 16  # smaller buffers are plain memory: cheaper than a loan
 _MOST_PARTS = 512  # of one gather-write; IOV_MAX is 1024
 _MOST_DESCRIPTORS = 64  # in one message; the kernel's limit is 253
+_FIRST_STEP = 1 << 20  # a body grows as its bytes come: nothing is allocated on a header's word
 _ANCILLARY = socket.CMSG_SPACE(_MOST_DESCRIPTORS * array.array("i").itemsize)
 _NEW_SEGMENT = 1  # in a buffer's descriptor: its segment's file descriptor comes with this frame
 
@@ -77,6 +80,7 @@ class SocketConnection:
         table = bytearray()
         streamed: list[memoryview] = []
         announced: list[int] = []
+        lent: list[int] = []
         memory = self._memory
         for buffer in buffers:
             placed = None
@@ -87,11 +91,17 @@ class SocketConnection:
                 streamed.append(buffer)
             else:
                 segment, descriptor = placed
+                lent.append(segment)
                 is_new = descriptor >= 0
                 table += BUFFER.pack(buffer.nbytes, segment, _NEW_SEGMENT if is_new else 0)
                 if is_new:
                     announced.append(descriptor)
-        self._write([header, table, *body, *streamed], announced)
+        try:
+            self._write([header, table, *body, *streamed], announced)
+        except BaseException:
+            if memory is not None:
+                memory.abandon(lent)  # whether the peer has learnt of them is not known
+            raise
 
     def _write(self, parts: list[Any], descriptors: Sequence[int]) -> None:
         try:
@@ -139,10 +149,7 @@ class SocketConnection:
         )
 
     def poll(self) -> bool:
-        if self._end > self._start:
-            return True
-        ready, _, _ = select.select([self._socket], [], [], 0)
-        return bool(ready)
+        return self._end > self._start or _is_ready(self._socket, select.POLLIN, 0)
 
     def _fill(self, needed: int) -> None:
         """Reads until `needed` bytes are ahead; needed <= _READ_AHEAD."""
@@ -161,8 +168,11 @@ class SocketConnection:
         if length <= _READ_AHEAD:
             self._fill(length)
             return self._take(length)
-        whole = bytearray(length)
-        self._take_into(memoryview(whole))
+        whole = bytearray()
+        while len(whole) < length:
+            step = bytearray(min(length - len(whole), max(len(whole), _FIRST_STEP)))
+            self._take_into(memoryview(step))
+            whole += step
         return bytes(whole)
 
     def _take_into(self, target: memoryview) -> None:
@@ -181,13 +191,16 @@ class SocketConnection:
                     raise ProtocolError("a shared-memory segment came without its descriptor")
                 self._memory.learn(segment, self._descriptors.popleft())
             return self._memory.borrow(segment, length)
-        target = self._pool.take(length) if length >= _POOLED_FROM else bytearray(length)
+        try:
+            target = self._pool.take(length) if length >= _POOLED_FROM else bytearray(length)
+        except (OSError, MemoryError):
+            raise ProtocolError(f"there is no memory for a buffer of {length} bytes") from None
         self._take_into(memoryview(target).cast("B"))
         return target
 
     def _read_into(self, target: memoryview) -> int:
         try:
-            if self._passes_descriptors:
+            if self._memory is not None:
                 count, ancillary, _, _ = self._socket.recvmsg_into([target], _ANCILLARY)
                 if ancillary:
                     self._keep_descriptors(ancillary)
@@ -215,7 +228,11 @@ class SocketConnection:
         self._write([data], ())
 
     def receive_bytes(self, length: int) -> bytes:
-        return self._take(length)
+        # Exactly these: a frame right behind them may carry descriptors, which are taken only
+        # once the other end has proved itself. The kernel drops those that a stranger sends.
+        data = bytearray(length)
+        self._take_into(memoryview(data))
+        return bytes(data)
 
     # -- the connection
 
@@ -246,40 +263,92 @@ class SocketConnection:
 
 
 class TlsConnection(SocketConnection):
-    """The same over TLS, which has no gather-write, no kernel timeouts and no descriptors."""
+    """The same over TLS, which has no gather-write, no kernel timeouts and no descriptors.
+
+    OpenSSL keeps one state for both directions, so its steps are taken one at a time, under a lock;
+    nobody waits under it, for the socket does not block. (Newer Pythons have a lock of their own
+    there, and hold it while a blocking read waits: a reader would stop all senders.)
+    """
 
     _socket: ssl.SSLSocket
 
+    def __init__(self, sock: ssl.SSLSocket, pool: BufferPool, limits: Limits) -> None:
+        super().__init__(sock, pool, limits)
+        sock.setblocking(False)
+        self._step_lock = threading.Lock()  # one step of OpenSSL at a time
+
     def _write(self, parts: list[Any], descriptors: Sequence[int]) -> None:
-        try:
-            small = b"".join(bytes(part) for part in parts if len(part) < _POOLED_FROM)
-            if sum(len(part) for part in parts) == len(small):
-                self._socket.sendall(small)
-                return
-            for part in parts:
-                self._socket.sendall(part)
-        except TimeoutError:
-            raise TransportTimeout from None
-        except OSError as error:
-            raise ConnectionClosed(str(error)) from None
+        small = b"".join(bytes(part) for part in parts if len(part) < _POOLED_FROM)
+        if sum(len(part) for part in parts) == len(small):
+            parts = [small]
+        for part in parts:
+            left = memoryview(part).cast("B")
+            while left:
+                left = left[self._complete(lambda data=left: self._socket.send(data)) :]  # type: ignore[misc]
 
     def _read_into(self, target: memoryview) -> int:
-        try:
-            count = self._socket.recv_into(target)
-        except TimeoutError:
-            raise TransportTimeout from None
-        except OSError as error:
-            raise ConnectionClosed(str(error)) from None
+        count = self._complete(lambda: self._socket.recv_into(target))
         if not count:
             raise ConnectionClosed("the other end closed the connection")
         self.reads += 1
         return count
 
+    def _complete(self, step: Callable[[], int]) -> int:
+        """Takes a step as soon as it can be taken, within the timeout."""
+        end = None if self._timeout is None else time.monotonic() + self._timeout
+        while True:
+            try:
+                with self._step_lock:
+                    return step()
+            except ssl.SSLWantReadError:
+                event = select.POLLIN
+            except ssl.SSLWantWriteError:
+                event = select.POLLOUT
+            except ssl.SSLError as error:
+                self.reads += 1  # something came, and it was no good
+                raise ConnectionClosed(f"TLS failed: {error.reason or error}") from None
+            except (OSError, ValueError) as error:
+                raise ConnectionClosed(str(error)) from None
+            if end is not None and time.monotonic() >= end:
+                raise TransportTimeout
+            # Looks again after a second: the other direction may have read what this one waits for.
+            left = 1.0 if end is None else min(1.0, end - time.monotonic())
+            _is_ready(self._socket, event, left)
+
     def poll(self) -> bool:
-        return self._socket.pending() > 0 or super().poll()
+        if self._end > self._start:
+            return True
+        # That the socket is readable does not tell: TLS has messages of its own. So read ahead.
+        self._start = self._end = 0
+        try:
+            with self._step_lock:
+                self._end = self._socket.recv_into(self._ahead)
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            return False
+        except (OSError, ValueError):
+            return True  # `receive` will tell
+        self.reads += 1
+        return True
 
     def set_timeout(self, seconds: float | None) -> None:
-        self._socket.settimeout(seconds)
+        self._timeout = seconds
+
+    def interrupt(self) -> None:
+        try:
+            # The plain socket's: `SSLSocket.shutdown` takes TLS away under a reader in it.
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+        except OSError:
+            pass  # it has ended already, which is what was wanted
+
+
+def _is_ready(sock: socket.socket, event: int, seconds: float) -> bool:
+    """Whether there is anything to read, say, within `seconds`; also true of an ended socket."""
+    poller = select.poll()  # `select` knows no descriptor above 1023
+    try:
+        poller.register(sock, event)
+    except ValueError:
+        return True  # it is closed: the next step tells
+    return bool(poller.poll(max(0.0, seconds) * 1000))
 
 
 def _after(parts: list[Any], sent: int) -> list[Any]:
@@ -304,11 +373,15 @@ class SocketListener:
         return self._address
 
     def accept(self) -> Connection:
-        try:
-            sock, _ = self._socket.accept()
-        except OSError as error:
-            raise ConnectionClosed(str(error)) from None
-        return self._transport.accepted(sock)
+        while True:
+            try:
+                sock, _ = self._socket.accept()
+            except OSError as error:
+                raise ConnectionClosed(str(error)) from None
+            try:
+                return self._transport.accepted(sock)
+            except OSError:
+                sock.close()  # it has gone already: the next one
 
     def close(self) -> None:
         try:

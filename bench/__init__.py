@@ -1,0 +1,1 @@
+"""telegrad beside torch's own RPC, in one run on one machine: `python -m bench`."""

@@ -1,0 +1,113 @@
+"""What takes processes of its own: starting and ending groups, and memory."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from bench.calls import echo
+from bench.harness import SIDES, Result, join_group
+
+_REPEATS = 3
+_ECHOES = 50
+
+
+def run() -> list[Result]:
+    results = []
+    for size in (2, 4, 8):
+        times: dict[str, list[tuple[float, float]]] = {"torch": [], "telegrad": []}
+        for _ in range(_REPEATS):
+            for side, taken in times.items():
+                taken.append(_forked(size, _life, side))
+        for position, what in enumerate(("start", "shutdown")):
+            of = {side: [t[position] for t in taken] for side, taken in times.items()}
+            ratios = [a / b for a, b in zip(of["torch"], of["telegrad"], strict=True)]
+            results.append(
+                Result(
+                    name=f"{what} of {size} workers",
+                    torch=statistics.median(of["torch"]),
+                    telegrad=statistics.median(of["telegrad"]),
+                    ratio=statistics.median(ratios),
+                    mark=None,
+                )
+            )
+    memory = {side: _forked(2, _echo_memory, side) for side in ("torch", "telegrad")}
+    results.append(
+        Result(
+            name=f"memory of both workers after {_ECHOES} echoes of 64 MB",
+            torch=memory["torch"],
+            telegrad=memory["telegrad"],
+            ratio=memory["torch"] / memory["telegrad"],
+            mark=None,
+            unit="B",
+        )
+    )
+    return results
+
+
+def _forked(size: int, body: Callable[[str, str, int, int], Any], side: str) -> Any:
+    """Runs `body` on `size` fresh processes; returns what rank 0 gives."""
+    with tempfile.TemporaryDirectory(prefix="telegrad-bench-") as directory:
+        reader, writer = os.pipe()
+        pids = []
+        for rank in range(size):
+            pid = os.fork()
+            if pid == 0:
+                status = 1
+                try:
+                    value = body(side, directory, rank, size)
+                    if rank == 0:
+                        os.write(writer, pickle.dumps(value))
+                    status = 0
+                finally:
+                    os._exit(status)
+            pids.append(pid)
+        os.close(writer)
+        with os.fdopen(reader, "rb") as pipe:
+            data = pipe.read()
+        for pid in pids:
+            _, status = os.waitpid(pid, 0)
+            if status:
+                raise RuntimeError(f"a worker of {side} ended with {status}")
+        return pickle.loads(data)
+
+
+def _life(side: str, directory: str, rank: int, size: int) -> tuple[float, float]:
+    begun = time.perf_counter()
+    join_group(side, directory, rank, size)
+    started = time.perf_counter()
+    SIDES[side].rpc.shutdown()
+    return started - begun, time.perf_counter() - started
+
+
+def _echo_memory(side: str, directory: str, rank: int, size: int) -> float:
+    torch.set_num_threads(1)
+    join_group(side, directory, rank, size)
+    rpc = SIDES[side].rpc
+    used = 0.0
+    if rank == 0:
+        before = _memory() + rpc.rpc_sync("worker1", _memory)
+        x = torch.zeros(64 << 18)
+        for _ in range(_ECHOES):
+            rpc.rpc_sync("worker1", echo, args=(x,))
+        del x
+        gc.collect()
+        time.sleep(5)  # both may keep memory for a moment; what counts is what stays
+        used = _memory() + rpc.rpc_sync("worker1", _memory) - before
+    rpc.shutdown()
+    return max(used, float(1 << 20))
+
+
+def _memory() -> float:
+    """Bytes of data in this process, with its share of what it shares; program text aside."""
+    with open("/proc/self/smaps_rollup", encoding="ascii") as file:
+        fields = dict(line.split(":", 1) for line in file if ":" in line)
+    return sum(float(fields[name].split()[0]) * 1024 for name in ("Pss_Anon", "Pss_Shmem"))

@@ -1,0 +1,1 @@
+"""Torch's own RPC suites, out of the installed wheel, run on telegrad: `python -m conformance`."""

@@ -1,0 +1,59 @@
+"""How autograd comes to an agent: as an extension of every worker that starts.
+
+The rpc layer knows nothing of gradients. It offers three places, and this module fills them: the
+extensions that each worker gets, the recorder that an agent asks about every message, and what
+`RRef.backward` does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from telegrad import autograd
+from telegrad.autograd.engine import AutogradEngine
+from telegrad.rpc import current
+from telegrad.rpc.agent import Agent
+from telegrad.rpc.rref import RRef, set_rref_backward
+from telegrad.rpc.worker import extensions
+
+__all__ = ["attach"]
+
+_NAME = "autograd"
+
+
+def attach() -> None:
+    """Gives every worker that starts from now on an engine."""
+    extensions[_NAME] = _Attached
+    autograd.set_engine_lookup(_engine_here)
+    set_rref_backward(_backward_from)
+
+
+class _Attached:
+    def __init__(self, agent: Agent) -> None:
+        self.engine = AutogradEngine(agent)
+        agent.recorder = self.engine
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+def _engine_here() -> AutogradEngine | None:
+    worker = current.acting()
+    if worker is None:
+        return None
+    attached = worker.extensions.get(_NAME)
+    return attached.engine if isinstance(attached, _Attached) else None
+
+
+def _backward_from(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
+    if rref.is_owner():
+        autograd.backward(context_id, [rref.local_value()], retain_graph)
+        return
+    worker = current.current()
+    worker.agent.call(
+        rref.owner().id, _backward_at_owner, (rref, context_id, retain_graph), timeout=0
+    )
+
+
+def _backward_at_owner(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
+    autograd.backward(context_id, [rref.local_value()], retain_graph)

@@ -1,0 +1,33 @@
+"""In the place of `torch.distributed.autograd`."""
+
+from telegrad.autograd import (
+    DistAutogradContext,
+    _current_context,
+    _get_debug_info,
+    _get_max_id,
+    _init,
+    _is_valid_context,
+    _new_context,
+    _release_context,
+    _retrieve_context,
+    backward,
+    context,
+    get_gradients,
+    is_available,
+)
+
+__all__ = [
+    "DistAutogradContext",
+    "_current_context",
+    "_get_debug_info",
+    "_get_max_id",
+    "_init",
+    "_is_valid_context",
+    "_new_context",
+    "_release_context",
+    "_retrieve_context",
+    "backward",
+    "context",
+    "get_gradients",
+    "is_available",
+]

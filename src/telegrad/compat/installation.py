@@ -1,0 +1,218 @@
+"""Puts telegrad's modules in the place of torch's, and takes them away again.
+
+Two things happen. `sys.modules` gets telegrad's modules under torch's names, so every import from
+now on finds them. And every module that is loaded already is looked through for names bound to what
+was torch's (`from torch.distributed.rpc import rpc_sync` at the top of a program, `RRef` inside
+torch's DistributedDataParallel and TorchScript compiler): they are bound to telegrad's. What is kept
+elsewhere, in a closure or as an attribute of an object, is not found: call `install()` before that.
+
+(Rejected: an import hook, which comes too late, since `import torch` itself imports torch's RPC;
+filling torch's own module objects with telegrad's functions, which then would not see what a
+program sets on those modules.)
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import threading
+import types
+from typing import Any, NamedTuple
+
+from telegrad.compat import children
+
+__all__ = ["install", "is_installed", "uninstall"]
+
+_RPC = "torch.distributed.rpc"
+_REPLACED = {
+    _RPC: "telegrad.compat.rpc",
+    f"{_RPC}._testing": "telegrad.compat.rpc._testing",
+    f"{_RPC}._testing.faulty_agent_backend_registry": (
+        "telegrad.compat.rpc._testing.faulty_agent_backend_registry"
+    ),
+    f"{_RPC}._utils": "telegrad.compat.rpc._utils",
+    f"{_RPC}.api": "telegrad.compat.rpc.api",
+    f"{_RPC}.backend_registry": "telegrad.compat.rpc.backend_registry",
+    f"{_RPC}.constants": "telegrad.compat.rpc.constants",
+    f"{_RPC}.functions": "telegrad.compat.rpc.functions",
+    f"{_RPC}.internal": "telegrad.compat.rpc.internal",
+    f"{_RPC}.options": "telegrad.compat.rpc.options",
+    f"{_RPC}.rref_proxy": "telegrad.compat.rpc.rref_proxy",
+    f"{_RPC}.server_process_global_profiler": (
+        "telegrad.compat.rpc.server_process_global_profiler"
+    ),
+    "torch.distributed.autograd": "telegrad.compat.autograd",
+    "torch.distributed.optim.optimizer": "telegrad.compat.optimizer",
+    "torch.distributed.nn.api.remote_module": "telegrad.compat.remote_module",
+}
+"""Torch's modules, and what stands in their places. Parents come before their parts."""
+
+_OWN_PLACES = (
+    "torch.distributed.rpc",
+    "torch.distributed.autograd",
+    "torch.distributed.optim.optimizer",
+    "torch.distributed.nn.api.remote_module",
+    "torch._C._distributed_rpc",
+    "torch._C._distributed_autograd",
+)
+"""Where a thing was made that is torch's RPC's own, and not only imported there."""
+
+_MISSING: Any = object()
+
+
+class _Binding(NamedTuple):
+    """A name of a loaded module, and what it was bound to."""
+
+    module: types.ModuleType
+    name: str
+    original: Any
+
+
+class _Installed:
+    """What `uninstall` needs."""
+
+    def __init__(self) -> None:
+        self.modules: dict[str, types.ModuleType] = {}  # torch's own, where they had been loaded
+        self.bindings: list[_Binding] = []
+
+
+_installed: _Installed | None = None
+_lock = threading.RLock()  # one thread installs or uninstalls
+
+
+def is_installed() -> bool:
+    """Whether telegrad stands in the place of torch's RPC in this process."""
+    return _installed is not None
+
+
+def install() -> None:
+    """Puts telegrad in the place of torch's RPC, in this process and in those it starts.
+
+    Afterwards `torch.distributed.rpc`, `torch.distributed.autograd`,
+    `torch.distributed.optim.DistributedOptimizer` and `torch.distributed.nn.RemoteModule` are
+    telegrad's. May be called at any time before `init_rpc`, and more than once.
+
+    Raises:
+        RuntimeError: torch's own RPC runs in this process: shut it down first.
+
+    Example::
+
+        import telegrad
+        telegrad.install()
+
+        import torch.distributed.rpc as rpc  # telegrad's
+    """
+    global _installed
+    with _lock:
+        if _installed is not None:
+            return
+        _refuse_if_torch_runs()
+        new = _Installed()
+        ours = {name: importlib.import_module(own) for name, own in _REPLACED.items()}
+        for name, module in ours.items():
+            loaded = sys.modules.get(name)
+            if loaded is not None:
+                new.modules[name] = loaded
+            sys.modules[name] = module
+            _bind_in_parent(name, module)
+        new.bindings = _rebind(_replacements(new.modules, ours))
+        children.follow()
+        _installed = new
+
+
+def uninstall() -> None:
+    """Takes `install()` back: torch's own modules are in their places again.
+
+    Raises:
+        RuntimeError: RPC runs in this process: shut it down first.
+    """
+    global _installed
+    with _lock:
+        old = _installed
+        if old is None:
+            return
+        from telegrad.rpc import current
+
+        if current.is_set():
+            raise RuntimeError("RPC is running on telegrad: call shutdown() before uninstall()")
+        children.unfollow()
+        ours = {name: importlib.import_module(own) for name, own in _REPLACED.items()}
+        for name in ours:
+            if name in old.modules:
+                sys.modules[name] = old.modules[name]
+                _bind_in_parent(name, old.modules[name])
+            else:
+                sys.modules.pop(name, None)
+        for binding in reversed(old.bindings):
+            setattr(binding.module, binding.name, binding.original)
+        # What was imported in the meantime holds telegrad's: give it torch's.
+        torchs = {name: _module_or_none(name) for name in ours}
+        back = {name: module for name, module in torchs.items() if module is not None}
+        _rebind(_replacements(ours, back, places=("telegrad.",)))
+        _installed = None
+
+
+def _module_or_none(name: str) -> types.ModuleType | None:
+    parent, _, _ = name.rpartition(".")
+    if parent not in sys.modules:
+        return None  # nobody asked for it: it will be torch's when somebody does
+    module = importlib.import_module(name)
+    _bind_in_parent(name, module)
+    return module
+
+
+def _refuse_if_torch_runs() -> None:
+    loaded = sys.modules.get(_RPC)
+    is_set = getattr(loaded, "_is_current_rpc_agent_set", None)
+    if is_set is not None and is_set():
+        raise RuntimeError(
+            "torch's own RPC runs in this process: call telegrad.install() before init_rpc(), or "
+            "shut it down first"
+        )
+
+
+def _bind_in_parent(name: str, module: types.ModuleType) -> None:
+    parent_name, _, attribute = name.rpartition(".")
+    parent = sys.modules.get(parent_name)
+    if parent is not None:
+        setattr(parent, attribute, module)
+
+
+def _replacements(
+    old: dict[str, types.ModuleType],
+    new: dict[str, types.ModuleType],
+    places: tuple[str, ...] = _OWN_PLACES,
+) -> dict[int, tuple[Any, Any]]:
+    """What is to be replaced by what, by identity. Values are (old, new): the old one is kept
+    alive, so that its id stays its own."""
+    found: dict[int, tuple[Any, Any]] = {}
+    for name, old_module in old.items():
+        new_module = new.get(name)
+        if new_module is None:
+            continue
+        found[id(old_module)] = (old_module, new_module)
+        for attribute, value in vars(old_module).items():
+            made_in = getattr(value, "__module__", None)
+            if not isinstance(made_in, str) or not made_in.startswith(places):
+                continue
+            replacement = vars(new_module).get(attribute, _MISSING)
+            if replacement is not _MISSING and replacement is not value:
+                found.setdefault(id(value), (value, replacement))
+    return found
+
+
+def _rebind(replacements: dict[int, tuple[Any, Any]]) -> list[_Binding]:
+    """Binds the names of all loaded modules anew; returns what they were bound to."""
+    done = []
+    own = set(_REPLACED.values()) | set(_REPLACED)
+    for module_name, module in list(sys.modules.items()):
+        if not isinstance(module, types.ModuleType) or module.__name__ in own:
+            continue
+        if module_name.startswith("telegrad."):
+            continue
+        for name, value in list(vars(module).items()):
+            pair = replacements.get(id(value))
+            if pair is not None and pair[0] is value:
+                setattr(module, name, pair[1])
+                done.append(_Binding(module, name, value))
+    return done

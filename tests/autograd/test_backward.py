@@ -1,0 +1,390 @@
+"""Passes: values, hooks, copies, errors, losses, double backward."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from autograd_cluster import Cluster
+
+from telegrad.errors import BackwardError, ContextError, WorkerLost
+from telegrad.wire.frames import Kind
+
+
+@pytest.fixture
+def cluster():
+    with Cluster(4, threads=2) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def engine(cluster):
+    return cluster.engines[0]
+
+
+@pytest.fixture
+def context(cluster, engine):
+    context = engine.new()
+    yield context
+    if engine.find(context.id) is not None:
+        engine.release(context.id)
+    cluster.settle()
+    for number, e in enumerate(cluster.engines):
+        if number not in cluster.dead:
+            assert e.debug_info()["num_current_backward_passes"] == 0
+
+
+class Faulty(torch.autograd.Function):
+    is_faulty = True
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, g):
+        if Faulty.is_faulty:
+            raise ValueError("Simulate error on backward pass")
+        return g
+
+
+@pytest.fixture
+def fault():
+    Faulty.is_faulty = True
+    yield
+    Faulty.is_faulty = True
+
+
+def test_the_usual_pass_needs_only_its_gradient_messages(cluster, engine, context):
+    a, b = (torch.rand(3, 3, requires_grad=True) for _ in range(2))
+    engine.backward(context.id, [cluster.call(0, 1, torch.mul, a, b).sum()])
+    cluster.settle()
+    assert dict(cluster.sent) == {Kind.GRADIENTS: 2}
+    assert torch.equal(engine.get_gradients(context.id)[a], b)
+
+
+def test_a_worker_that_sends_nothing_on_answers_once(cluster, engine, context):
+    w = torch.rand(3, requires_grad=True)
+    engine.backward(context.id, [cluster.call(0, 1, lambda: w * 2).sum()])
+    cluster.settle()
+    assert dict(cluster.sent) == {Kind.GRADIENTS: 1, Kind.PASS_ANSWER: 1}
+
+
+def test_an_unused_remote_result_is_resolved_where_upstream_hangs(cluster, engine, context):
+    x = torch.rand(3, requires_grad=True)
+    hidden = torch.sin(x)
+    used = cluster.call(0, 1, torch.mul, hidden, hidden)
+    cluster.call(0, 1, torch.add, hidden, hidden)
+    engine.backward(context.id, [used.sum()])
+    want = torch.autograd.grad((torch.sin(x) ** 2).sum(), x)[0]
+    assert torch.allclose(engine.get_gradients(context.id)[x], want)
+    assert cluster.sent[Kind.PASS_GATHER] > 0 or cluster.sent[Kind.GRADIENTS] == 2
+
+
+def test_a_deep_chain_is_linear_in_messages(cluster, engine, context):
+    x = y = torch.ones(2, requires_grad=True)
+    for _ in range(60):
+        y = cluster.call(0, 1, torch.neg, y)
+    engine.backward(context.id, [y.sum()])
+    cluster.settle()
+    assert dict(cluster.sent) == {Kind.GRADIENTS: 120}
+    assert torch.equal(engine.get_gradients(context.id)[x], torch.ones(2))
+
+
+def test_roots_are_checked(engine, context):
+    with pytest.raises(TypeError, match="incompatible function arguments"):
+        engine.backward(context.id, None)
+    with pytest.raises(TypeError, match="incompatible function arguments"):
+        engine.backward(None, None)
+    for roots, text in [
+        ([], "No tensors provided for gradient computation"),
+        ([torch.rand(3, 3)], "requires_grad not set on"),
+        ([torch.rand(3, 3, requires_grad=True)], "is not a scalar, all roots need to be scalar"),
+        ([torch.rand(1, requires_grad=True)], "does not have a valid gradient function"),
+    ]:
+        with pytest.raises(RuntimeError, match=text):
+            engine.backward(context.id, roots)
+    t = torch.rand(1, requires_grad=True)
+    with pytest.raises(ContextError, match="Could not find autograd context with id: 100"):
+        engine.backward(100, [t * 2])
+
+
+def test_the_graph_is_freed_unless_retained(cluster, engine, context):
+    x = torch.rand(3, requires_grad=True)
+    loss = cluster.call(0, 1, torch.sin, x).sum()
+    engine.backward(context.id, [loss], retain_graph=True)
+    engine.backward(context.id, [loss])
+    assert torch.allclose(engine.get_gradients(context.id)[x], 2 * torch.cos(x))
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        engine.backward(context.id, [loss])
+
+
+def test_the_graph_is_freed_also_where_waves_met_a_boundary(cluster, engine, context):
+    x = torch.rand(3, requires_grad=True)
+    hidden = torch.exp(x)
+    loss = (cluster.call(0, 1, torch.sin, hidden) * torch.tanh(hidden)).sum()
+    engine.backward(context.id, [loss])
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        engine.backward(context.id, [loss])
+
+
+def test_a_pass_leaves_nothing_of_a_freed_graph(cluster, engine, context):
+    x = torch.rand(3, requires_grad=True)
+    hidden = torch.exp(x)
+    kept = weakref.ref(hidden)
+    loss = cluster.call(0, 1, torch.sin, hidden).sum()
+    engine.backward(context.id, [loss])
+    del hidden, loss
+    gc.collect()
+    assert kept() is None
+
+
+def test_hooks_of_every_kind_run_once_on_the_total(cluster, engine, context):
+    t = torch.rand(4, requires_grad=True)
+    seen = []
+    t.register_hook(lambda g: seen.append("tensor") or g * 2)
+    t.register_post_accumulate_grad_hook(lambda p: seen.append(("after", p.grad.clone())))
+    hidden = t * 1
+    node = hidden.grad_fn.next_functions[0][0]
+    node.register_prehook(lambda gs: seen.append("pre"))
+    node.register_hook(lambda out, into: seen.append("post"))
+    hidden.register_hook(lambda g: seen.append("middle"))
+    t.grad = before = torch.ones(4)
+    loss = (cluster.call(0, 1, torch.sin, hidden) * hidden).sum()
+    engine.backward(context.id, [loss])
+    after = next(entry for entry in seen if isinstance(entry, tuple))
+    assert [e for e in seen if not isinstance(e, tuple)] == ["middle", "tensor", "pre", "post"]
+    plain = t.detach().clone().requires_grad_()
+    want = 2 * torch.autograd.grad((torch.sin(plain) * plain).sum(), plain)[0]
+    assert torch.allclose(after[1], want)
+    assert torch.allclose(engine.get_gradients(context.id)[t], want)
+    assert t.grad is before
+    assert torch.equal(before, torch.ones(4))
+
+
+def test_post_hooks_on_the_leafs_node_run(engine, context):
+    calls = []
+    t = torch.rand(10, 10, requires_grad=True)
+    a = t + t
+    a.grad_fn.next_functions[0][0].register_hook(lambda o, i: calls.append(1))
+    a.grad_fn.next_functions[1][0].register_hook(lambda o, i: calls.append(2))
+    engine.backward(context.id, [a.sum()])
+    assert calls == [1, 2]
+    assert set(engine.get_gradients(context.id)) == {t}
+
+
+def test_gradients_are_not_copied_without_need(engine, context):
+    pointers = {}
+
+    class One(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x
+
+        @staticmethod
+        def backward(ctx, g):
+            pointers["one"] = g.data_ptr()
+            return g
+
+    class Two(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, y):
+            return x + y
+
+        @staticmethod
+        def backward(ctx, g):
+            pointers["two"] = g.data_ptr()
+            return g, g
+
+    a, b, c = (torch.randn(5, 6, requires_grad=True) for _ in range(3))
+    engine.backward(context.id, [One.apply(a)[1][0]])
+    engine.backward(context.id, [Two.apply(b, c)[1][0]])
+    got = engine.get_gradients(context.id)
+    assert got[a].data_ptr() == pointers["one"]
+    assert len({got[b].data_ptr(), got[c].data_ptr(), pointers["two"]}) == 3
+
+
+def test_a_gradient_off_the_wire_becomes_the_contexts_without_a_copy(cluster, engine, context):
+    t = torch.randn(5, 6, requires_grad=True)
+    arrived = []
+    arrive = cluster.messengers[0]
+    handler = arrive.handlers[Kind.GRADIENTS]
+    arrive.handlers[Kind.GRADIENTS] = lambda source, body: (
+        arrived.append(body[6][0].data_ptr()),
+        handler(source, body),
+    )
+    engine.backward(context.id, [cluster.call(0, 1, torch.sin, t).sum()])
+    assert engine.get_gradients(context.id)[t].data_ptr() == arrived[0]
+
+
+def test_sparse_gradients_stay_sparse_and_add_up(cluster, engine, context):
+    table = torch.rand(10, 3, requires_grad=True)
+    index = torch.tensor([1, 2, 4, 5, 4, 3, 2, 9])
+
+    def lookup():
+        return F.embedding_bag(index, table, torch.tensor([0, 4]), sparse=True)
+
+    loss = cluster.call(0, 1, lookup).sum()
+    for _ in range(2):
+        engine.backward(context.id, [loss], retain_graph=True)
+    got = cluster.engines[1].get_gradients(context.id)[table]
+    assert got.is_sparse
+    want = torch.autograd.grad(lookup().sum(), table)[0].to_dense()
+    assert torch.allclose(got.to_dense(), 2 * want)
+
+
+@pytest.mark.parametrize("worker", [0, 1, 2])
+def test_an_error_anywhere_reaches_the_caller_and_ends_the_pass_everywhere(
+    cluster, engine, context, fault, worker
+):
+    x = torch.rand(3, requires_grad=True)
+
+    def on(n, y):
+        return Faulty.apply(y) if worker == n else y * 2
+
+    def first(y):
+        return cluster.call(1, 2, lambda z: on(2, z), on(1, y))
+
+    hidden = on(0, x)
+    loss = (cluster.call(0, 1, first, hidden) + hidden).sum()
+    for _ in range(3):
+        text = f"Error on Node {worker}: Simulate error on backward pass"
+        with pytest.raises(BackwardError, match=text) as caught:
+            engine.backward(context.id, [loss], retain_graph=True)
+        assert caught.value.worker == worker
+        assert "ValueError" in caught.value.traceback
+    cluster.settle()
+    for e in cluster.engines:
+        assert e.debug_info()["num_current_backward_passes"] == 0
+    Faulty.is_faulty = False
+    engine.backward(context.id, [loss], retain_graph=True)
+    assert x in engine.get_gradients(context.id)
+
+
+def test_an_error_in_the_callers_first_wave_is_raised_as_it_is(engine, context, fault):
+    with pytest.raises(ValueError, match="Simulate error"):
+        engine.backward(context.id, [Faulty.apply(torch.rand(2, requires_grad=True)).sum()])
+
+
+def test_a_worker_lost_before_backward_fails_it_at_once(cluster, engine, context):
+    x = torch.rand(3, requires_grad=True)
+    loss = cluster.call(0, 1, torch.sin, x).sum()
+    cluster.kill(1)
+    with pytest.raises(WorkerLost, match="Error on Node 1"):
+        engine.backward(context.id, [loss])
+
+
+class Meet(torch.autograd.Function):
+    """Lets the test act while a wave runs."""
+
+    action = None
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, g):
+        Meet.action()
+        return g
+
+
+@pytest.mark.parametrize("lost", [1, 2])
+def test_a_worker_lost_during_backward_fails_it_wherever_it_was(cluster, engine, context, lost):
+    x = torch.rand(3, requires_grad=True)
+
+    def middle(y):
+        return cluster.call(1, 2, lambda z: Meet.apply(z), y)
+
+    loss = cluster.call(0, 1, middle, x).sum()
+    Meet.action = lambda: cluster.kill(lost)
+    with pytest.raises(WorkerLost, match=f"Error on Node {lost}"):
+        engine.backward(context.id, [loss])
+
+
+def test_releasing_the_context_during_backward_ends_it(cluster, engine, context):
+    x = torch.rand(3, requires_grad=True)
+    loss = cluster.call(0, 1, lambda y: Meet.apply(y), x).sum()
+    Meet.action = lambda: engine.release(context.id)
+    with pytest.raises(ContextError, match="Could not find autograd context with id"):
+        engine.backward(context.id, [loss])
+
+
+def test_passes_of_one_context_may_overlap(cluster, engine, context):
+    x = torch.rand(3, requires_grad=True)
+    losses = [cluster.call(0, 1, torch.sin, x).sum() for _ in range(8)]
+    threads = [
+        threading.Thread(target=engine.backward, args=(context.id, [loss])) for loss in losses
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert torch.allclose(engine.get_gradients(context.id)[x], 8 * torch.cos(x))
+
+
+@pytest.mark.parametrize("hops", [1, 2])
+def test_a_gradient_penalty_over_workers_equals_the_local_one(cluster, engine, context, hops):
+    x = torch.rand(3, dtype=torch.double, requires_grad=True)
+    w = torch.rand(3, dtype=torch.double, requires_grad=True)
+
+    def model(y):
+        return torch.sin(y * w) * y
+
+    def remote(y):
+        return model(y) if hops == 1 else cluster.call(1, 2, model, y)
+
+    loss = cluster.call(0, 1, remote, x).sum()
+    engine.backward(context.id, [loss], create_graph=True)
+    gradient = engine.get_gradients(context.id)[x]
+    penalty = (gradient**2).sum()
+    there = cluster.engines[hops]
+    before = there.get_gradients(context.id)[w].detach().clone()
+    mine = gradient.detach().clone()
+    engine.backward(context.id, [penalty])
+
+    local = torch.autograd.grad(model(x).sum(), x, create_graph=True)[0]
+    want_x, want_w = torch.autograd.grad((local**2).sum(), [x, w])
+    assert torch.allclose(engine.get_gradients(context.id)[x] - mine, want_x)
+    assert torch.allclose(there.get_gradients(context.id)[w] - before, want_w)
+
+
+@pytest.mark.parametrize("hops", [1, 2])
+def test_a_hessian_vector_product_over_workers_equals_the_local_one(cluster, engine, context, hops):
+    x, v = (torch.rand(4, dtype=torch.double) for _ in range(2))
+    x.requires_grad_()
+
+    def model(y):
+        return torch.exp(y).prod() * torch.sin(y)
+
+    def remote(y):
+        return model(y) if hops == 1 else cluster.call(1, 2, model, y)
+
+    engine.backward(context.id, [cluster.call(0, 1, remote, x).sum()], create_graph=True)
+    gradient = engine.get_gradients(context.id)[x]
+    first = gradient.detach().clone()
+    engine.backward(context.id, [(gradient * v).sum()])
+    got = engine.get_gradients(context.id)[x] - first
+    want = torch.autograd.functional.hvp(lambda y: model(y).sum(), x.detach(), v)[1]
+    assert torch.allclose(got, want)
+
+
+def test_a_call_to_oneself_is_a_message_like_any_other(cluster, engine, context):
+    x = torch.rand(3, requires_grad=True)
+    engine.backward(context.id, [cluster.call(0, 0, torch.sin, x).sum()])
+    assert torch.allclose(engine.get_gradients(context.id)[x], torch.cos(x))
+    assert len(context._send_functions()) == 2
+
+
+def test_a_profiler_sees_the_pass(cluster, engine, context):
+    a, b = (torch.rand(3, 3, requires_grad=True) for _ in range(2))
+    loss = cluster.call(0, 1, torch.add, a, b).sum()
+    with torch.autograd.profiler.profile() as profile:
+        engine.backward(context.id, [loss])
+    names = [event.name for event in profile.function_events]
+    for name in ("SendRpcBackward", "RecvRpcBackward", "torch::distributed::autograd::backward"):
+        assert any(name in event for event in names), name

@@ -1,0 +1,63 @@
+"""DistributedDataParallel inside a context: its reducer averages what the context gets."""
+
+from __future__ import annotations
+
+import multiprocessing
+import traceback
+
+import pytest
+import torch
+import torch.distributed
+from torch.nn.parallel import DistributedDataParallel
+
+
+def trainer(rank, path, outcomes, options):
+    import warnings
+
+    import telegrad.autograd as dist_autograd
+
+    warnings.simplefilter("error")
+    try:
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{path}", rank=rank, world_size=2
+        )
+        torch.manual_seed(rank)
+        dist_autograd._init(rank)
+        plain = torch.nn.Linear(2, 2)
+        net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 2))
+        ddp = DistributedDataParallel(net, **options)
+        for _ in range(3):
+            x = torch.rand(4, 2)
+            with dist_autograd.context() as context_id:
+                dist_autograd.backward(context_id, [ddp(plain(x)).norm()])
+                got = dist_autograd.get_gradients(context_id)
+            assert all(p.grad is None for p in plain.parameters())
+            ddp.zero_grad()
+            ddp(plain(x)).norm().backward()
+            for parameter in (*net.parameters(), *plain.parameters()):
+                torch.testing.assert_close(got[parameter], parameter.grad)
+            ddp.zero_grad()
+            plain.zero_grad()
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+        outcomes.put("")
+    except BaseException:  # noqa: BLE001
+        outcomes.put(traceback.format_exc())
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=["copy", "view"])
+def test_gradients_in_a_context_are_reduced_as_in_plain_backward(tmp_path, options):
+    spawn = multiprocessing.get_context("spawn")
+    outcomes = spawn.Queue()
+    workers = [
+        spawn.Process(target=trainer, args=(rank, tmp_path / "pg", outcomes, options))
+        for rank in range(2)
+    ]
+    for worker in workers:
+        worker.start()
+    errors = [outcomes.get(timeout=100) for _ in workers]
+    for worker in workers:
+        worker.join()
+    outcomes.close()
+    outcomes.join_thread()
+    assert errors == ["", ""], "\n".join(errors)

@@ -1,0 +1,336 @@
+"""Shared memory: reused, given back, and gone with the processes that share it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gc
+import mmap
+import os
+import socket
+import time
+from multiprocessing.reduction import DupFd
+
+import pytest
+
+from telegrad.errors import ProtocolError
+from telegrad.testing.cluster import processes
+from telegrad.testing.transport_contract import Background, joined
+from telegrad.transport import shm
+from telegrad.transport.base import TransportTimeout
+from telegrad.transport.shm import SHARE_FROM, SharedMemory
+from telegrad.transport.sockets import SocketConnection, UnixTransport
+from telegrad.wire.frames import Kind, Limits
+from telegrad.wire.memory import BufferPool
+
+LARGE = 1 << 20
+
+
+class Pair:
+    """Two ends of a Unix connection that share memory."""
+
+    def __init__(self, ends):
+        self.ends = ends
+        self.memories = SharedMemory(), SharedMemory()
+        for end, memory in zip(self.ends, self.memories, strict=True):
+            end.share_memory(memory)
+
+    @property
+    def lender(self):
+        return self.memories[0]
+
+    @property
+    def borrower(self):
+        return self.memories[1]
+
+    def send(self, content, copies=1):
+        self.ends[0].send(Kind.CALL, buffers=[memoryview(content)] * copies)
+        return self.ends[1].receive().buffers
+
+
+@pytest.fixture
+def pair():
+    with joined(UnixTransport(BufferPool(), Limits())) as ends:
+        made = Pair(ends)
+        yield made
+        for memory in made.memories:
+            memory.close()
+
+
+def test_a_segment_is_used_again_when_its_buffer_has_died(pair):
+    for number in range(50):
+        content = bytes([number]) * LARGE
+        (buffer,) = pair.send(content)
+        assert bytes(buffer) == content
+        del buffer
+    assert len(pair.lender._own) == 1
+    assert len(pair.borrower._theirs) == 1
+
+
+def test_a_segment_in_use_is_not_touched(pair):
+    (kept,) = pair.send(b"k" * LARGE)
+    view = memoryview(kept)
+    del kept  # a view keeps it as well
+    for _ in range(5):
+        pair.send(b"x" * LARGE)
+    assert len(pair.lender._own) == 2
+    assert bytes(view) == b"k" * LARGE
+    del view
+    assert pair.lender.idle_bytes() == sum(s.size for s in pair.lender._own.values())
+
+
+def test_a_borrower_may_write_into_what_it_borrowed(pair):
+    content = bytearray(b"a" * LARGE)
+    (buffer,) = pair.send(content)
+    memoryview(buffer).cast("B")[0] = 0
+    assert content[0] == ord("a")
+
+
+def test_small_buffers_do_not_use_it(pair):
+    pair.send(b"x" * (SHARE_FROM - 1))
+    assert not pair.lender._own
+    pair.send(b"x" * SHARE_FROM)
+    assert len(pair.lender._own) == 1
+
+
+def test_there_is_an_end_to_the_segments_of_one_peer(pair):
+    """A receiver that keeps thousands of tensors must not run out of descriptors."""
+    held = [pair.send(b"h" * SHARE_FROM) for _ in range(100)]
+    assert len(pair.lender._own) == shm._MOST_SEGMENTS
+    assert all(bytes(buffer) == b"h" * SHARE_FROM for (buffer,) in held)
+    held.clear()
+    pair.send(bytes(SHARE_FROM))
+    assert pair.lender._count == shm._MOST_SEGMENTS
+
+
+def test_a_segment_serves_buffers_of_similar_size(pair):
+    pair.send(bytes(LARGE))
+    pair.send(bytes(LARGE - 5000))
+    assert len(pair.lender._own) == 1
+    pair.send(bytes(LARGE // 8))  # but a small one does not take a large segment along
+    assert len(pair.lender._own) == 2
+
+
+def test_more_segments_than_descriptors_fit_in_a_message(pair):
+    contents = [bytes([i]) * SHARE_FROM for i in range(150)]
+    sending = Background(
+        lambda: pair.ends[0].send(Kind.CALL, buffers=[memoryview(c) for c in contents])
+    )
+    buffers = pair.ends[1].receive().buffers
+    sending.result()
+    assert [bytes(b) for b in buffers] == contents
+    assert len(pair.lender._own) == 64
+
+
+@pytest.mark.parametrize("failing", ["memfd_create", "ftruncate"])
+def test_without_memory_for_segments_buffers_take_the_socket(pair, monkeypatch, failing):
+    asked = []
+
+    def fail(*_):
+        asked.append(1)
+        raise OSError(24, "no more")
+
+    monkeypatch.setattr(os, failing, fail)
+    content = b"s" * SHARE_FROM
+    for _ in range(3):
+        (buffer,) = pair.send(content)
+        assert bytes(buffer) == content
+    assert len(asked) == 1  # a starved machine is not asked at each message
+    assert not pair.lender._own
+
+
+def test_unused_segments_are_let_go_after_a_while(pair):
+    pair.send(bytes(LARGE))
+    now = time.monotonic()
+    pair.lender.trim(now)
+    assert len(pair.lender._own) == 1
+    pair.lender.trim(now + 10)
+    assert not pair.lender._own
+    pair.borrower.trim(now + 10)
+    assert not pair.borrower._theirs  # retired by its owner: unmapped here, too
+    (buffer,) = pair.send(b"n" * LARGE)
+    assert bytes(buffer) == b"n" * LARGE
+
+
+def test_a_segment_in_use_is_not_let_go(pair):
+    (kept,) = pair.send(b"k" * LARGE)
+    pair.lender.trim(time.monotonic() + 100)
+    assert len(pair.lender._own) == 1
+    assert bytes(kept) == b"k" * LARGE
+
+
+def test_segments_over_the_limit_are_let_go_at_once(pair):
+    pair.lender._max_idle = 2 * LARGE
+    held = pair.send(bytes(LARGE), copies=5)
+    assert len(pair.lender._own) == 5
+    held.clear()
+    pair.lender.trim(time.monotonic())
+    assert pair.lender.idle_bytes() <= 2 * LARGE
+
+
+def test_borrowed_memory_outlives_its_owner(pair):
+    (kept,) = pair.send(b"k" * LARGE)
+    for memory in pair.memories:
+        memory.close()
+    assert bytes(kept) == b"k" * LARGE
+    del kept
+    gc.collect()
+
+
+def test_closing_gives_every_descriptor_back(pair):
+    before = descriptors()
+    held = pair.send(bytes(LARGE), copies=10)
+    assert len(descriptors() - before) >= 10
+    pair.lender.close()
+    pair.borrower.close()
+    assert pair.lender.lend(memoryview(bytes(LARGE))) is None
+    held.clear()
+    assert descriptors() == before
+
+
+def descriptors():
+    return set(os.listdir("/proc/self/fd"))
+
+
+def test_segments_of_a_message_that_did_not_leave_are_not_used_again(pair):
+    """The peer may never have heard of them: naming one would break the protocol."""
+    sender, receiver = pair.ends
+    sender.set_timeout(0.02)
+    with pytest.raises(TransportTimeout):
+        while True:  # nobody reads: the socket fills
+            sender.send(Kind.CALL, body=[bytes(60_000)], buffers=[memoryview(bytes(LARGE))])
+    last = pair.lender._count
+    assert last not in pair.lender._own
+    lent = len(pair.lender._own)
+    while True:  # what has left whole arrives, and is given back
+        try:
+            receiver.set_timeout(0.02)
+            receiver.receive()
+        except TransportTimeout:
+            break
+    assert sum(s.mapping[0] == shm._FREE for s in pair.lender._own.values()) == lent
+
+
+def test_a_retired_segment_stays_retired_when_its_borrower_is_done(pair):
+    (kept,) = pair.send(b"k" * LARGE)
+    pair.lender.abandon(list(pair.lender._own))
+    del kept
+    pair.borrower.trim(time.monotonic())
+    assert not pair.borrower._theirs
+
+
+def test_strangers_descriptors_are_not_taken():
+    """Before the handshake is over nothing is shared: what comes is dropped by the kernel."""
+    here, there = socket.socketpair()
+    with there:
+        connection = SocketConnection(here, BufferPool(), Limits())
+        before = descriptors()
+        with open(os.devnull, "rb") as file:
+            for _ in range(10):
+                socket.send_fds(there, [b"x"], [file.fileno()] * 50)
+        assert connection.receive_bytes(10) == b"x" * 10
+        assert descriptors() == before
+        connection.close()
+
+
+# -- what a peer may announce
+
+
+def segment_descriptor(size=LARGE, seals=shm._SEALS):
+    descriptor = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, size)
+    if seals:
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+    return descriptor
+
+
+@contextlib.contextmanager
+def borrowing():
+    memory = SharedMemory()
+    before = descriptors()
+    yield memory
+    memory.close()
+    assert descriptors() == before
+
+
+@pytest.mark.parametrize("seals", [0, fcntl.F_SEAL_GROW, fcntl.F_SEAL_SHRINK])
+def test_a_segment_that_could_shrink_is_refused(seals):
+    with borrowing() as memory:
+        with pytest.raises(ProtocolError, match="not sealed"):
+            memory.learn(1, segment_descriptor(seals=seals))
+
+
+@pytest.mark.parametrize("size", [0, 1, mmap.PAGESIZE])
+def test_a_segment_without_room_is_refused(size):
+    with borrowing() as memory:
+        with pytest.raises(ProtocolError):
+            memory.learn(1, segment_descriptor(size))
+
+
+def test_something_else_than_memory_is_refused():
+    with borrowing() as memory:
+        for number in os.pipe():
+            with pytest.raises(ProtocolError, match="cannot be mapped"):
+                memory.learn(1, number)
+        with pytest.raises(ProtocolError):
+            memory.learn(1, os.open("/dev/null", os.O_RDONLY))
+
+
+def test_a_segment_is_not_borrowed_beyond_its_size_or_unknown():
+    with borrowing() as memory:
+        memory.learn(1, segment_descriptor(mmap.PAGESIZE + 100))
+        assert len(memory.borrow(1, 100)) == 100
+        with pytest.raises(ProtocolError, match="not known, or too small"):
+            memory.borrow(1, 101)
+        with pytest.raises(ProtocolError, match="not known, or too small"):
+            memory.borrow(2, 1)
+
+
+# -- the death of a process
+
+
+def lend_and_wait(descriptor, line):
+    memory = SharedMemory()
+    connection = SocketConnection(socket.socket(fileno=descriptor.detach()), BufferPool(), Limits())
+    connection.share_memory(memory)
+    connection.send(Kind.CALL, buffers=[memoryview(b"k" * LARGE)] * 3)
+    line.recv()
+
+
+def test_a_killed_lender_leaves_its_tensors_and_nothing_else():
+    here, there = socket.socketpair()
+    line, far_line = processes.Pipe()
+    before = descriptors()
+    with there:
+        process = processes.Process(target=lend_and_wait, args=(_Passed(there.fileno()), far_line))
+        process.start()
+    far_line.close()
+    connection = SocketConnection(here, BufferPool(), Limits())
+    memory = SharedMemory()
+    connection.share_memory(memory)
+    kept = connection.receive().buffers
+    process.kill()
+    process.join()
+    process.close()
+    line.close()
+    memory.close()
+    connection.close()
+    assert all(bytes(buffer) == b"k" * LARGE for buffer in kept)
+    kept.clear()
+    assert not descriptors() - before
+
+
+class _Passed:
+    """A descriptor on its way to another process."""
+
+    def __init__(self, number):
+        self._number = number
+
+    def __getstate__(self):
+        return DupFd(self._number)
+
+    def __setstate__(self, passed):
+        self._passed = passed
+
+    def detach(self):
+        return self._passed.detach()
