@@ -189,6 +189,15 @@ def test_acknowledgements_are_gathered_into_one_message(cluster):
     assert not engine._lifetimes.has_unacknowledged
 
 
+def test_closing_an_engine_ends_what_it_has(cluster, context):
+    engine = cluster.engines[0]
+    cluster.call(0, 1, torch.sin, torch.ones(2, requires_grad=True))
+    engine.close()
+    engine.close()
+    assert engine.debug_info() == {"num_current_backward_passes": 0, "num_autograd_contexts": 0}
+    assert engine.current_context() == NO_CONTEXT
+
+
 def test_the_creators_death_frees_its_contexts(cluster, context):
     t = torch.ones(2, requires_grad=True)
     cluster.call(0, 1, lambda x: cluster.call(1, 2, torch.sin, x), t)

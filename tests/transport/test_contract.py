@@ -5,8 +5,8 @@ from __future__ import annotations
 import socket
 
 import pytest
-from certificates import Authority
 
+from certificates import Authority
 from telegrad.testing.transport_contract import TransportContract
 from telegrad.transport.inproc import InprocTransport
 from telegrad.transport.shm import SharedMemory

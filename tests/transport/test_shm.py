@@ -197,8 +197,7 @@ def test_segments_of_a_message_that_did_not_leave_are_not_used_again(pair):
     sender, receiver = pair.ends
     sender.set_timeout(0.02)
     with pytest.raises(TransportTimeout):
-        while True:  # nobody reads: the socket fills
-            sender.send(Kind.CALL, body=[bytes(60_000)], buffers=[memoryview(bytes(LARGE))])
+        send_for_ever(sender)  # nobody reads: the socket fills
     last = pair.lender._count
     assert last not in pair.lender._own
     lent = len(pair.lender._own)
@@ -209,6 +208,11 @@ def test_segments_of_a_message_that_did_not_leave_are_not_used_again(pair):
         except TransportTimeout:
             break
     assert sum(s.mapping[0] == shm._FREE for s in pair.lender._own.values()) == lent
+
+
+def send_for_ever(sender):
+    while True:
+        sender.send(Kind.CALL, body=[bytes(60_000)], buffers=[memoryview(bytes(LARGE))])
 
 
 def test_a_retired_segment_stays_retired_when_its_borrower_is_done(pair):

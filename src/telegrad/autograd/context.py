@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +17,13 @@ if TYPE_CHECKING:
     from telegrad.autograd.passes import Arrival, LivePass
     from telegrad.autograd.waves import LeafGradient
 
-__all__ = ["DistAutogradContext", "EnteredContext", "set_thread_context", "thread_context"]
+__all__ = [
+    "DistAutogradContext",
+    "EnteredContext",
+    "set_thread_context",
+    "thread_context",
+    "with_own_thread_state",
+]
 
 _CURRENT_CONTEXT = "telegrad.autograd.context"
 """Torch's thread-local state follows work onto torch's own threads (TorchScript, the engine's
@@ -34,6 +40,21 @@ def thread_context() -> int:
 
 def set_thread_context(context_id: int) -> None:
     torch._C._stash_obj_in_tls(_CURRENT_CONTEXT, context_id)
+
+
+def with_own_thread_state(work: Callable[[], None]) -> None:
+    """Runs `work`, the whole life of a thread, so that it leaves torch's thread-local state empty.
+
+    What is set there is Python's, and torch lets go of it when the thread ends, for which it needs
+    the interpreter. A thread that ends while the interpreter is shutting down does not get it, and
+    the process aborts ("terminate called without an active exception"). So a thread that enters
+    contexts and may end just before the process does runs in here. The callback of a torch future
+    is what Python has of torch's guard that puts the state back.
+    """
+    done: torch.futures.Future[None] = torch.futures.Future()
+    outcome = done.then(lambda _: work())
+    done.set_result(None)
+    outcome.wait()
 
 
 class EnteredContext:

@@ -512,8 +512,8 @@ class AutogradEngine(ContextRegistry):
                 failure = Failure(
                     "released",
                     self.worker_id,
-                    f"Could not find autograd context with id: {context.id}: it was released "
-                    "during the backward pass",
+                    f"Could not find autograd context with id: {context.id}: it was released, or "
+                    "its agent shut down, during the backward pass",
                 )
                 self._finish(live, failure.error())
 

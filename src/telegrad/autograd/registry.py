@@ -28,7 +28,7 @@ from telegrad.autograd.context_lifetime import (
 from telegrad.autograd.nodes import recv_history, send_history
 from telegrad.errors import ContextError, TelegradError, WorkerLost
 from telegrad.ids import WorkerCounter
-from telegrad.rpc.seams import NO_CONTEXT, Messenger
+from telegrad.rpc.seams import NO_CONTEXT, Messenger, Timer
 from telegrad.wire.frames import Kind
 
 __all__ = ["ContextRegistry"]
@@ -60,6 +60,8 @@ class ContextRegistry:
         self._lifetimes = ContextLifetimes(worker_id)
         self._lifetimes_lock = threading.Lock()  # guards the two above
         self._is_retry_planned = False
+        self._is_closed = False
+        self._timers: dict[str, Timer] = {}
         # Nobody waits for an acknowledgement, and a message for each would cost more than the
         # release itself: they are gathered for a while.
         self._acknowledgements: dict[int, list[int]] = {}
@@ -130,6 +132,17 @@ class ContextRegistry:
         with self._lifetimes_lock:
             effects = self._lifetimes.released(context_id)
         self._carry_out(effects)
+
+    def close(self) -> None:
+        """The agent is shutting down: drops all contexts here, tells nobody, ends their passes."""
+        self._is_closed = True
+        for timer in tuple(self._timers.values()):
+            timer.cancel()
+        with self._lifetimes_lock:
+            contexts = list(self._contexts.values())
+            self._contexts.clear()
+        for context in contexts:
+            self._on_freed(context)
 
     def worker_lost(self, worker: int) -> None:
         with self._lifetimes_lock:
@@ -232,8 +245,8 @@ class ContextRegistry:
             self._is_acknowledging_planned = True
         if is_full:
             self._send_acknowledgements()
-        if is_first and self._messenger is not None:
-            self._messenger.call_later(ACKNOWLEDGE_SECONDS, self._acknowledgements_due)
+        if is_first:
+            self._plan("acknowledge", ACKNOWLEDGE_SECONDS, self._acknowledgements_due)
 
     def _acknowledgements_due(self) -> None:
         with self._acknowledgements_lock:
@@ -255,13 +268,16 @@ class ContextRegistry:
             if self._is_retry_planned or not self._lifetimes.has_unacknowledged:
                 return
             self._is_retry_planned = True
-        if self._messenger is not None:
-            self._messenger.call_later(RETRY_SECONDS, self._retry)
+        self._plan("retry", RETRY_SECONDS, self._retry)
+
+    def _plan(self, name: str, seconds: float, work: Callable[[], None]) -> None:
+        if self._messenger is not None and not self._is_closed:
+            self._timers[name] = self._messenger.call_later(seconds, work)
 
     def _retry(self) -> None:
         with self._lifetimes_lock:
             self._is_retry_planned = False
-            effects = self._lifetimes.retry()
+            effects = [] if self._is_closed else self._lifetimes.retry()
         if effects:
             _aside(partial(self._carry_out, effects))
         self._plan_retry()

@@ -195,7 +195,7 @@ def _replacements(
             made_in = getattr(value, "__module__", None)
             if not isinstance(made_in, str) or not made_in.startswith(places):
                 continue
-            replacement = vars(new_module).get(attribute, _MISSING)
+            replacement = getattr(new_module, attribute, _MISSING)
             if replacement is not _MISSING and replacement is not value:
                 found.setdefault(id(value), (value, replacement))
     return found

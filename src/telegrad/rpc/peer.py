@@ -29,6 +29,9 @@ from telegrad.wire.frames import Flags, Frame, Kind
 
 __all__ = ["Peer"]
 
+# How long an idle lane may take to swallow a message. The usual timeout of calls: a lane that serves
+# both does not have to be told a new one each time.
+_POST_SECONDS = 60.0
 _MOST_POSTED = 32  # lanes with a receipt outstanding; beyond it posts share the multiplex
 
 
@@ -127,11 +130,11 @@ class Peer:
             self.lose(str(error))
             raise self.loss(what()) from None
         try:
-            lane.set_timeout(None)
+            lane.set_timeout(_POST_SECONDS)
             lane.send(kind, Flags.NO_ANSWER, 0, context_id, message_id, body, buffers)
-        except ConnectionClosed as error:
+        except (ConnectionClosed, TransportTimeout) as error:
             self._discard(lane)
-            self.lose(str(error))
+            self.lose(str(error) or f"it has taken no message for {_POST_SECONDS:g} seconds")
             raise self.loss(what()) from None
         except BaseException:
             self._discard(lane)

@@ -30,7 +30,10 @@ from telegrad.rpc.worker_info import WorkerInfo
 from telegrad.wire.codec import Codec, Encoded, Reducer
 from telegrad.wire.frames import Frame, Kind
 
-__all__ = ["RemoteReferences"]
+__all__ = ["RemoteReferences", "reducers"]
+
+reducers: dict[type, Reducer] = {}
+"""How objects of further types are packed, by all workers that are started from now on."""
 
 _IDS = struct.Struct("<qqqq")
 
@@ -42,7 +45,7 @@ class RemoteReferences:
     table: RRefTable
 
     def __init__(self) -> None:
-        self.codec = _ReferenceCodec({RRef: self._reduce})
+        self.codec = _ReferenceCodec({RRef: self._reduce, **reducers})
 
     def connect(self, agent: Agent, *, is_successor: bool) -> None:
         """

@@ -61,6 +61,11 @@ class WorkPool:
         with self._counts_lock:
             return self._backlog == 0 and self._waiting == len(self._threads)
 
+    @property
+    def idle_threads(self) -> int:
+        with self._counts_lock:
+            return self._waiting
+
     def tick(self) -> None:
         """Starts more threads if tasks wait and nothing moves."""
         with self._counts_lock:

@@ -139,6 +139,16 @@ class Worker:
             self.close()
 
     def _finish_together(self, deadline: float) -> None:
+        self.wait_until_quiet(deadline)
+        self.references.flush(_left(deadline))
+        self.part(deadline)
+
+    def wait_until_quiet(self, deadline: float) -> None:
+        """Waits until no worker has work left and no message is under way; all must call it.
+
+        Raises:
+            RpcTimeout: it was not so at the deadline, a time of `time.monotonic`.
+        """
         workers = [member.id for member in self.agent.network.members()]
         # Twice the same counts, and nothing going on: then no message was under way in between.
         seen: Any = None
@@ -147,9 +157,12 @@ class Worker:
             counts = self._gather(workers, self._activity(), deadline)
             is_quiet = all(begun == ended and not pending for begun, ended, pending in counts)
             if is_quiet and counts == seen:
-                break
+                return
             seen = counts
-        self.references.flush(_left(deadline))
+
+    def part(self, deadline: float) -> None:
+        """The last meeting: afterwards nobody says anything any more, and all may close."""
+        workers = [member.id for member in self.agent.network.members()]
         self._gather(workers, None, deadline)
         self._wait_until_last(workers)
 

@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import torch
 
+from telegrad.rpc.remote import reducers
 from telegrad.rpc.rref import RRef, rebuild_rref
 
 __all__ = ["PythonUDF", "RPCExecMode", "RemoteException", "deserialize", "serialize"]
@@ -42,8 +43,11 @@ class _InternalRPCPickler:
         self._class_reducer_dict: dict[type, Callable[[Any], _Reduction]] = {}
 
     def _register_reducer(self, obj_class: type, reducer: Callable[[Any], _Reduction]) -> None:
-        """Says how objects of a class are packed; the first registration of a class stands."""
-        self._class_reducer_dict.setdefault(obj_class, reducer)
+        """Says how objects of a class are packed, also by workers that are started from now on;
+        the first registration of a class stands."""
+        if obj_class not in self._class_reducer_dict:
+            self._class_reducer_dict[obj_class] = reducer
+            reducers.setdefault(obj_class, lambda obj, _: reducer(obj))
 
     @classmethod
     def _tensor_receiver(cls, tensor_index: int) -> torch.Tensor:

@@ -1,0 +1,117 @@
+"""`FaultyTensorPipeAgent`: an agent whose messages are lost or late, as its options say."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+
+from telegrad.compat.rpc import constants
+from telegrad.compat.rpc._testing.faulty_transport import (
+    FaultPlan,
+    FaultyTransport,
+    MessageLost,
+    call_kind,
+)
+from telegrad.compat.rpc.agents import TensorPipeAgent
+from telegrad.compat.rpc.backend_registry import start_agent
+from telegrad.compat.rpc.options import RpcBackendOptions, to_rpc_options
+from telegrad.errors import RpcTimeout, RRefError
+from telegrad.rpc.rref import RRef
+
+__all__ = ["FaultyTensorPipeAgent", "FaultyTensorPipeRpcBackendOptions", "start"]
+
+
+class FaultyTensorPipeRpcBackendOptions(RpcBackendOptions):
+    """
+    Args:
+        num_fail_sends: how often each message to fail is lost.
+        messages_to_fail, messages_to_delay: torch's names of kinds of message.
+    """
+
+    def __init__(
+        self,
+        num_worker_threads: int = constants.DEFAULT_NUM_WORKER_THREADS,
+        rpc_timeout: float = constants.DEFAULT_RPC_TIMEOUT_SEC,
+        init_method: str = constants.DEFAULT_INIT_METHOD,
+        messages_to_fail: Sequence[str] = (),
+        messages_to_delay: Mapping[str, float] | None = None,
+        num_fail_sends: int = 0,
+    ) -> None:
+        super().__init__(rpc_timeout, init_method)
+        self.num_worker_threads = num_worker_threads
+        self.messages_to_fail = list(messages_to_fail)
+        self.messages_to_delay = dict(messages_to_delay or {})
+        self.num_fail_sends = num_fail_sends
+
+
+class FaultyTensorPipeAgent(TensorPipeAgent):
+    """An agent for tests."""
+
+
+def start(
+    store: dist.Store,
+    name: str,
+    rank: int,
+    world_size: int | None,
+    options: FaultyTensorPipeRpcBackendOptions,
+) -> FaultyTensorPipeAgent:
+    """Starts a worker whose transport, and whose calls to itself, are faulty."""
+    plan = FaultPlan(options.messages_to_fail, options.messages_to_delay, options.num_fail_sends)
+    rpc_options = replace(
+        to_rpc_options(options), wrap_transport=lambda inner: FaultyTransport(inner, plan)
+    )
+    agent = start_agent(
+        store, name, rank, world_size, options, rpc_options, FaultyTensorPipeAgent
+    )
+    assert isinstance(agent, FaultyTensorPipeAgent)
+    references: Any = agent.worker.references
+    references.remote = _FaultyRemote(agent, plan, references.remote)
+    return agent
+
+
+class _FaultyRemote:
+    """`remote`, in which calls to oneself are lost and late, too: they pass no transport."""
+
+    def __init__(
+        self, agent: TensorPipeAgent, plan: FaultPlan, inner: Callable[..., RRef[Any]]
+    ) -> None:
+        self._agent = agent
+        self._plan = plan
+        self._inner = inner
+
+    def __call__(
+        self,
+        to: int,
+        func: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        timeout: float | None = None,
+    ) -> RRef[Any]:
+        name = call_kind("REMOTE_CALL", func)
+        if to != self._agent.id:
+            return self._inner(to, func, args, kwargs, timeout)
+        table = self._agent.worker.references.table
+        if self._plan.loses([name], name.encode()):
+            entry, rref = table.new_owned()
+            entry.creation_failed(MessageLost(f"a {name} message was lost on purpose"))
+            entry.set_error(RRefError("it was never made: the message was lost on purpose"))
+            return rref
+        delay = self._plan.delay([name])
+        seconds = self._agent.worker.agent.rpc_timeout if timeout is None else timeout
+        if not delay or not 0 < seconds < delay:
+            return self._inner(to, func, args, kwargs, timeout)
+        entry, rref = table.new_owned()
+        error = RpcTimeout(
+            f"RPC ran for more than set timeout ({seconds * 1000:.0f} ms) and will now be marked "
+            f"with an error: remote({name}) on this worker itself",
+            worker=self._agent.name,
+            seconds=seconds,
+        )
+        timer = threading.Timer(seconds, entry.creation_failed, (error,))
+        timer.daemon = True
+        timer.start()
+        return rref

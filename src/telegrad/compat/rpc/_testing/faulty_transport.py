@@ -1,0 +1,178 @@
+"""A transport that loses and delays chosen messages, named as torch names its kinds of message.
+
+A lost message of the RRef or context protocols is as if it had never arrived: the receiver hears
+nothing, and the sender's protocol sends it again. A lost request for a remote value is told to the
+sender at once, as torch's faulty agent does. A delayed message leaves later, while the sender goes
+on and its timeouts run.
+"""
+
+from __future__ import annotations
+
+import collections
+import struct
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from telegrad.transport.base import Connection, ConnectionClosed, Listener, Transport
+from telegrad.wire.frames import Flags, Frame, Kind
+from telegrad.wire.references import function_named
+
+__all__ = ["FaultPlan", "FaultyTransport", "MessageLost", "call_kind"]
+
+_CALL_HEAD = struct.Struct("<H")
+_REMOTE_IDS = 32  # bytes before the call head of a REMOTE message
+
+_NAMES = {
+    Kind.RREF_FORK: ("RREF_FORK_REQUEST",),
+    Kind.RREF_CHILD_ACCEPTED: ("RREF_CHILD_ACCEPT",),
+    Kind.RREF_DELETE: ("RREF_USER_DELETE",),
+    Kind.RREF_FETCH: ("SCRIPT_RREF_FETCH_CALL", "PYTHON_RREF_FETCH_CALL"),
+    Kind.CONTEXT_RELEASE: ("CLEANUP_AUTOGRAD_CONTEXT_REQ",),
+    Kind.GRADIENTS: ("BACKWARD_AUTOGRAD_REQ",),
+}
+
+
+class MessageLost(ConnectionError):
+    """A message was lost on purpose, and its sender is told."""
+
+
+def call_kind(prefix: str, func: Any) -> str:
+    """Torch has one kind of call for operators and TorchScript, and one for Python."""
+    is_script = isinstance(func, torch.jit.ScriptFunction)
+    if is_script or torch.jit._builtins._find_builtin(func) is not None:
+        return f"SCRIPT_{prefix}"
+    return f"PYTHON_{prefix}"
+
+
+class FaultPlan:
+    """Which messages are lost, and which are late.
+
+    Args:
+        to_fail: names of messages; the first `num_fail_sends` sends of each are lost.
+        to_delay: seconds by name.
+    """
+
+    def __init__(
+        self, to_fail: Sequence[str], to_delay: Mapping[str, float], num_fail_sends: int
+    ) -> None:
+        self._to_fail = frozenset(to_fail)
+        self._to_delay = dict(to_delay)
+        self._num_fail_sends = num_fail_sends
+        self._lock = threading.Lock()  # guards the counts
+        self._counts: collections.Counter[bytes] = collections.Counter()
+
+    def loses(self, names: Sequence[str], identity: bytes) -> bool:
+        """Whether this sending of a message is to be lost."""
+        if self._to_fail.isdisjoint(names):
+            return False
+        with self._lock:
+            self._counts[identity] += 1
+            return self._counts[identity] <= self._num_fail_sends
+
+    def delay(self, names: Sequence[str]) -> float:
+        return max((self._to_delay.get(name, 0.0) for name in names), default=0.0)
+
+
+class FaultyTransport:
+    def __init__(self, inner: Transport, plan: FaultPlan) -> None:
+        self._inner = inner
+        self._plan = plan
+
+    def listen(self) -> Listener:
+        return _FaultyListener(self._inner.listen(), self._plan)
+
+    def connect(self, address: str, timeout: float) -> Connection:
+        return _faulty(self._inner.connect(address, timeout), self._plan)
+
+
+class _FaultyListener:
+    def __init__(self, inner: Listener, plan: FaultPlan) -> None:
+        self._inner = inner
+        self._plan = plan
+
+    @property
+    def address(self) -> str:
+        return self._inner.address
+
+    def accept(self) -> Connection:
+        return _faulty(self._inner.accept(), self._plan)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def _faulty(inner: Connection, plan: FaultPlan) -> Connection:
+    connection: Any = _FaultyConnection(inner, plan)
+    return connection  # type: ignore[no-any-return]
+
+
+class _FaultyConnection:
+    """Everything but sending and receiving is the inner connection's."""
+
+    def __init__(self, inner: Connection, plan: FaultPlan) -> None:
+        self._inner = inner
+        self._plan = plan
+        self._send_lock = threading.Lock()  # one message at a time leaves: late ones come between
+        self._owed: collections.deque[Frame] = collections.deque()  # answers to lost messages
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def send(
+        self,
+        kind: Kind,
+        flags: int = 0,
+        call_id: int = 0,
+        context_id: int = -1,
+        message_id: int = -1,
+        body: Sequence[bytes | memoryview] = (),
+        buffers: Sequence[memoryview] = (),
+    ) -> None:
+        names = _names(kind, body)
+        if names and self._plan.loses(names, kind.to_bytes(1, "little") + b"".join(body)):
+            if kind in (Kind.CALL, Kind.REMOTE):
+                raise MessageLost(f"a {names[0]} message was lost on purpose")
+            if flags & Flags.NO_ANSWER:
+                self._owed.append(Frame(Kind.RECEIPT, 0, call_id, -1, -1, b""))
+            return
+        delay = self._plan.delay(names)
+        if not delay:
+            with self._send_lock:
+                self._inner.send(kind, flags, call_id, context_id, message_id, body, buffers)
+            return
+        copies = [memoryview(bytes(buffer)) for buffer in buffers]
+        late = (kind, flags, call_id, context_id, message_id, [bytes(b) for b in body], copies)
+        timer = threading.Timer(delay, self._send_late, late)
+        timer.daemon = True
+        timer.start()
+
+    def _send_late(self, *message: Any) -> None:
+        try:
+            with self._send_lock:
+                self._inner.send(*message)
+        except ConnectionClosed:
+            pass  # its sender has given up
+
+    def poll(self) -> bool:
+        return bool(self._owed) or self._inner.poll()
+
+    def receive(self) -> Frame:
+        return self._owed.popleft() if self._owed else self._inner.receive()
+
+
+def _names(kind: Kind, body: Sequence[bytes | memoryview]) -> tuple[str, ...]:
+    if kind is Kind.CALL:
+        return (call_kind("CALL", _function(b"".join(body), 0)),)
+    if kind is Kind.REMOTE:
+        return (call_kind("REMOTE_CALL", _function(b"".join(body), _REMOTE_IDS)),)
+    return _NAMES.get(kind, ())
+
+
+def _function(body: bytes, offset: int) -> Any:
+    """The function that a call names; None if it is sent whole."""
+    (length,) = _CALL_HEAD.unpack_from(body, offset)
+    start = offset + _CALL_HEAD.size
+    return function_named(body[start : start + length]) if length else None

@@ -1,0 +1,57 @@
+"""What torch's profiler sees of a call: an event at the caller, under torch's name for it.
+
+What the callee does within the call is not brought to the caller's profiler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.futures import Future
+
+from telegrad import rpc as native
+from telegrad.compat.rpc.internal import RPCExecMode, _build_rpc_profiling_key
+from telegrad.rpc.rref import RRef
+from telegrad.rpc.worker_info import WorkerInfo
+
+__all__ = ["call", "remote"]
+
+
+def call(
+    mode: RPCExecMode,
+    to: str | int | WorkerInfo,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None,
+    kwargs: dict[str, Any] | None,
+    timeout: float,
+) -> Future[Any]:
+    """Makes a call whose event ends when its future does."""
+    with torch.autograd.profiler.record_function(_key(mode, to, func)) as record:
+        future = native.rpc_async(to, func, args, kwargs, timeout)
+        ended: Future[Any] = record._call_end_callbacks_on_future(future)
+    return ended
+
+
+def remote(
+    to: str | int | WorkerInfo,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None,
+    kwargs: dict[str, Any] | None,
+    timeout: float,
+) -> RRef[Any]:
+    """Makes a remote value whose event ends when the owner has made it."""
+    with torch.autograd.profiler.record_function(_key(RPCExecMode.REMOTE, to, func)) as record:
+        rref = native.remote(to, func, args, kwargs, timeout)
+        rref._set_profiling_future(record._call_end_callbacks_on_future(rref._get_future()))
+    return rref
+
+
+def _key(mode: RPCExecMode, to: str | int | WorkerInfo, func: Callable[..., Any]) -> str:
+    name = torch.jit._builtins._find_builtin(func)
+    if name is None:
+        is_scripted = isinstance(func, torch.jit.ScriptFunction)
+        name = torch._jit_internal._qualified_name(func) if is_scripted else func.__qualname__
+    callee = to if isinstance(to, WorkerInfo) else native.get_worker_info(to)
+    return _build_rpc_profiling_key(mode, name, native.get_worker_info().name, callee.name)

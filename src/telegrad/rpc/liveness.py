@@ -1,0 +1,139 @@
+"""Whether another worker is alive: a state machine without sockets, threads or clocks.
+
+::
+
+    state     Connected   Heard              TimePassed                  Ended
+    APART     PRESENT     -                  -                           LOST, DeclareLost
+    PRESENT   PRESENT     PRESENT            SendPing when one is due;   LOST, DeclareLost
+                                             LOST, DeclareLost when it
+                                             has been silent too long
+    LOST      PRESENT     -                  -                           -
+
+The rules it lives by:
+
+- A loss is declared once, however many connections tell of it, and again only after a return.
+- Silence counts only while somebody listens. If time has passed without a look at it, because this
+  process was stopped or its interpreter was held, then what the peer said meanwhile waits unread:
+  such a gap is no silence of the peer's.
+- A worker that never was connected to is not watched: nobody depends on it yet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+__all__ = [
+    "Connected",
+    "DeclareLost",
+    "Effect",
+    "Ended",
+    "Event",
+    "Heard",
+    "Liveness",
+    "SendPing",
+    "State",
+    "TimePassed",
+]
+
+
+class State(Enum):
+    APART = auto()
+    PRESENT = auto()
+    LOST = auto()
+
+
+@dataclass(frozen=True)
+class Connected:
+    """A connection stands, in either direction: it is there, or there again."""
+
+
+@dataclass(frozen=True)
+class Heard:
+    """Something came from it."""
+
+
+@dataclass(frozen=True)
+class TimePassed:
+    """A look at the clock."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A connection broke, the worker said goodbye, or another one has taken its place."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class SendPing:
+    """Ask for a sign of life."""
+
+
+@dataclass(frozen=True)
+class DeclareLost:
+    """End what waits for it, and tell whoever watches."""
+
+    reason: str
+
+
+Event = Connected | Heard | TimePassed | Ended
+Effect = SendPing | DeclareLost
+
+
+class Liveness:
+    """
+    Args:
+        interval: seconds between pings.
+        timeout: seconds of silence that mean a loss.
+        now: the time of its making; every event comes with its time.
+    """
+
+    def __init__(self, interval: float, timeout: float, now: float) -> None:
+        self._interval = interval
+        self._timeout = timeout
+        self._state = State.APART
+        self._reason = ""
+        self._heard_at = self._looked_at = self._pinged_at = now
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+    @property
+    def reason(self) -> str:
+        """Why it is lost; empty if it is not."""
+        return self._reason
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        if isinstance(event, Ended):
+            return [] if self._state is State.LOST else self._lose(event.reason)
+        if isinstance(event, Connected):
+            self._state = State.PRESENT
+            self._reason = ""
+            self._heard_at = self._looked_at = now
+            return []
+        if self._state is not State.PRESENT:
+            return []
+        if isinstance(event, Heard):
+            self._heard_at = max(self._heard_at, now)
+            return []
+        return self._look(now)
+
+    def _look(self, now: float) -> list[Effect]:
+        gap = now - self._looked_at
+        self._looked_at = now
+        if gap > self._interval:
+            self._heard_at = min(now, self._heard_at + gap)
+        silence = now - self._heard_at
+        if silence > self._timeout:
+            return self._lose(f"no sign of life for {silence:.1f} seconds")
+        if now - self._pinged_at < self._interval:
+            return []
+        self._pinged_at = now
+        return [SendPing()]
+
+    def _lose(self, reason: str) -> list[Effect]:
+        self._state = State.LOST
+        self._reason = reason
+        return [DeclareLost(reason)]

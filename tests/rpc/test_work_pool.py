@@ -1,0 +1,139 @@
+"""The threads that run asynchronous calls."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+import pytest
+
+from telegrad.rpc import work_pool
+from telegrad.rpc.work_pool import WorkPool
+
+PATIENCE = 10.0
+
+
+@pytest.fixture
+def pool():
+    made = WorkPool("test", 2, lambda: None)
+    yield made
+    made.close(PATIENCE)
+
+
+def until(condition):
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def test_tasks_run_and_the_pool_is_idle_again(pool):
+    ran = []
+    for number in range(100):
+        pool.submit(lambda number=number: ran.append(number))
+    until(lambda: pool.is_idle)
+    assert sorted(ran) == list(range(100))
+    assert len(pool._threads) <= 2
+
+
+def test_one_thread_is_enough_for_tasks_one_after_another(pool):
+    for _ in range(20):
+        pool.submit(lambda: None)
+        until(lambda: pool.is_idle)
+    assert len(pool._threads) == 1
+
+
+def test_threads_are_bound_before_their_first_task():
+    bound = threading.local()
+    pool = WorkPool("test", 2, lambda: setattr(bound, "yes", True))
+    seen = []
+    done = threading.Event()
+    pool.submit(lambda: (seen.append(bound.yes), done.set()))
+    assert done.wait(PATIENCE)
+    assert seen == [True]
+    pool.close(PATIENCE)
+
+
+def test_blocked_threads_are_joined_by_more_at_the_next_ticks(pool):
+    """Forty tasks that all wait for each other, and two threads."""
+    together = threading.Barrier(40)
+    ended = threading.Semaphore(0)
+
+    def task():
+        together.wait(PATIENCE)
+        ended.release()
+
+    for _ in range(40):
+        pool.submit(task)
+    for _ in range(40):
+        end = time.monotonic() + PATIENCE
+        while not ended.acquire(timeout=0.005):
+            pool.tick()
+            assert time.monotonic() < end
+
+
+def test_a_busy_pool_does_not_grow_while_it_moves(pool):
+    released = threading.Semaphore(0)
+    for _ in range(20):
+        pool.submit(lambda: released.acquire(timeout=PATIENCE))
+    pool.tick()
+    for _ in range(10):
+        begun = pool._started
+        released.release()
+        until(lambda begun=begun: pool._started > begun)
+        pool.tick()
+    assert len(pool._threads) == 2
+    for _ in range(20):
+        released.release()
+
+
+def test_a_failing_task_ends_itself_only(pool, caplog):
+    done = threading.Event()
+    pool.submit(lambda: 1 / 0)
+    pool.submit(done.set)
+    assert done.wait(PATIENCE)
+    until(lambda: pool.is_idle)
+    assert "a task failed outside of its call" in caplog.text
+
+
+def test_threads_go_away_when_there_is_nothing_to_do(monkeypatch):
+    monkeypatch.setattr(work_pool, "_IDLE_SECONDS", 0.02)
+    pool = WorkPool("test", 2, lambda: None)
+    pool.submit(lambda: None)
+    until(lambda: not pool._threads)
+    done = threading.Event()
+    pool.submit(done.set)
+    assert done.wait(PATIENCE)
+    pool.close(PATIENCE)
+
+
+def test_arguments_die_with_their_task(pool):
+    class Argument:
+        pass
+
+    import weakref
+
+    argument = Argument()
+    gone = weakref.ref(argument)
+    pool.submit(lambda argument=argument: None)
+    del argument
+    until(lambda: gone() is None)
+
+
+def test_closing_names_a_task_that_does_not_end(caplog):
+    pool = WorkPool("test", 2, lambda: None)
+    release = threading.Event()
+    pool.submit(lambda: release.wait(PATIENCE))
+    until(lambda: pool._started == 1)
+    with caplog.at_level(logging.WARNING):
+        pool.close(0.01)
+    assert "still running on test-call-0" in caplog.text
+    release.set()
+
+
+def test_a_closed_pool_starts_nothing(pool):
+    pool.close(PATIENCE)
+    pool.submit(lambda: None)
+    pool.tick()
+    assert not pool._threads
