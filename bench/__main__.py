@@ -16,7 +16,7 @@ import warnings
 
 import torch
 
-from bench import calls, processes
+from bench import calls, passes, processes
 from bench.harness import Case, Result, group, measure
 
 
@@ -43,6 +43,11 @@ def main() -> int:
             for case in cases:
                 results.append(measure(case))
                 show(results[-1])
+    if wanted("local graph"):
+        with group(2, ("telegrad",)):
+            for nodes in (1000, 10000):
+                results.append(passes.local_graph(nodes))
+                show(results[-1])
     if options.write:
         with open(options.write, "w", encoding="utf-8") as file:
             file.write(table(results))
@@ -53,7 +58,7 @@ def main() -> int:
 
 
 def all_cases() -> list[Case]:
-    return list(calls.CASES)
+    return [*calls.CASES, *passes.CASES]
 
 
 def by_size(cases: list[Case]) -> dict[int, list[Case]]:

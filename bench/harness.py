@@ -95,6 +95,14 @@ def measure(case: Case) -> Result:
     )
 
 
+def median_of(ops: list[Callable[[], float]]) -> list[float]:
+    """The median times of several things that time themselves, measured in turn."""
+    for op in ops:
+        op()
+    rounds = [[op() for op in ops] for _ in range(15)]
+    return [statistics.median(column) for column in zip(*rounds, strict=True)]
+
+
 def _time(op: Op) -> float:
     """The median of one round's runs."""
     runs = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -13,17 +14,22 @@ __all__ = ["YARDSTICK", "brief", "load_yardstick", "save_yardstick", "table", "v
 
 YARDSTICK = Path(__file__).with_name("torch_results.json")
 _STATUSES = ("passed", "failed", "skipped")
+_PROCESS = re.compile(r"Process \d+ exited with error code \d+ and exception:\n")
+_ERROR = re.compile(r"[\w.]*(Error|Lost|Timeout|Exception|NotInitialized)\b")
 
 
 def brief(reason: str) -> str:
-    """The one line of a traceback that tells most."""
-    lines = [line.strip() for line in reason.strip().splitlines() if line.strip()]
-    told = [line for line in lines if not line.startswith(("File ", "Process ", "Exception raised"))]
-    errors = [
-        line for line in told if line.partition(":")[0].endswith(("Error", "Lost", "Timeout"))
-    ]
-    specific = [line for line in errors if "exited with error code" not in line]
-    return (specific or errors or told or ["no reason was given"])[-1][:300]
+    """The one line of a report that tells most: how the first process failed that did not merely
+    lose another one."""
+    told = [_last_error(part) for part in _PROCESS.split(reason) if part.strip()]
+    own = [line for line in told if line and "WorkerLost" not in line]
+    return ([line for line in own or told if line] or ["no reason was given"])[0][:300]
+
+
+def _last_error(part: str) -> str:
+    lines = [line.strip() for line in part.strip().splitlines() if line.strip()]
+    errors = [line for line in lines if _ERROR.match(line)]
+    return (errors or lines or [""])[-1]
 
 
 def table(outcomes: Sequence[Outcome]) -> str:

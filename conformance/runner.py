@@ -79,9 +79,7 @@ def _start(test: TestId) -> _Running:
     process = _fork.Process(target=_run, args=(test, theirs, output.fileno()))
     process.start()
     theirs.close()
-    return _Running(
-        test=test, process=process, verdict=ours, output=output, began=time.monotonic()
-    )
+    return _Running(test=test, process=process, verdict=ours, output=output, began=time.monotonic())
 
 
 def _run(test: TestId, verdict: Connection, output: int) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from telegrad.autograd import leaves
 from telegrad.autograd.nodes import Sent
+from telegrad.autograd.thread_state import peek, stash
 from telegrad.rpc.seams import NO_CONTEXT
 
 if TYPE_CHECKING:
@@ -22,39 +23,19 @@ __all__ = [
     "EnteredContext",
     "set_thread_context",
     "thread_context",
-    "with_own_thread_state",
 ]
 
 _CURRENT_CONTEXT = "telegrad.autograd.context"
-"""Torch's thread-local state follows work onto torch's own threads (TorchScript, the engine's
-device threads), where `threading.local` does not."""
 
 
 def thread_context() -> int:
     """The context id that was set on this thread, or `NO_CONTEXT`."""
-    if torch._C._is_key_in_tls(_CURRENT_CONTEXT):
-        context_id: int = torch._C._get_obj_in_tls(_CURRENT_CONTEXT)
-        return context_id
-    return NO_CONTEXT
+    context_id: int = peek(_CURRENT_CONTEXT, NO_CONTEXT)
+    return context_id
 
 
 def set_thread_context(context_id: int) -> None:
-    torch._C._stash_obj_in_tls(_CURRENT_CONTEXT, context_id)
-
-
-def with_own_thread_state(work: Callable[[], None]) -> None:
-    """Runs `work`, the whole life of a thread, so that it leaves torch's thread-local state empty.
-
-    What is set there is Python's, and torch lets go of it when the thread ends, for which it needs
-    the interpreter. A thread that ends while the interpreter is shutting down does not get it, and
-    the process aborts ("terminate called without an active exception"). So a thread that enters
-    contexts and may end just before the process does runs in here. The callback of a torch future
-    is what Python has of torch's guard that puts the state back.
-    """
-    done: torch.futures.Future[None] = torch.futures.Future()
-    outcome = done.then(lambda _: work())
-    done.set_result(None)
-    outcome.wait()
+    stash(_CURRENT_CONTEXT, context_id)
 
 
 class EnteredContext:

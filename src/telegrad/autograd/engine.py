@@ -5,7 +5,9 @@ runs, the same thread runs it and sends what comes out, and goes on until the qu
 there is no thread hop between a message and its wave, no thread is parked while others work, and a
 deep chain of calls uses one thread at a time. Waves of different contexts run side by side.
 
-`backward` runs the first wave itself and then waits. Its wait ends when the pass is complete, when
+`backward` runs the first wave itself and then waits. The last message of a wave that runs on its
+thread is a conversation: what the other worker sends back comes right there, and no other thread
+has to be woken for it. Its wait ends when the pass is complete, when
 a wave failed anywhere, when a worker of the context is lost, or when the context is released. While
 a profiler watches its thread it also runs the later waves of this worker there, where the profiler
 sees them.
@@ -16,8 +18,9 @@ the pass, refuses what still arrives for it, and tells those it knows.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -46,12 +49,20 @@ from telegrad.autograd.registry import ContextRegistry
 from telegrad.autograd.waves import Outgoing
 from telegrad.errors import TelegradError, WorkerLost
 from telegrad.ids import WorkerCounter, worker_of
+from telegrad.rpc.conversation import Interruption
 from telegrad.rpc.seams import Messenger
 from telegrad.wire.frames import Kind
 
 __all__ = ["AutogradEngine"]
 
 _ANY_PASS = -1
+
+
+class _Parcel(NamedTuple):
+    """A gradient message, ready to be sent."""
+
+    to: int
+    body: tuple[Any, ...]
 
 
 class AutogradEngine(ContextRegistry):
@@ -72,17 +83,17 @@ class AutogradEngine(ContextRegistry):
         self.worker_id = worker_id
         self._pass_ids = WorkerCounter(worker_id)
         self._incident_ids = WorkerCounter(worker_id)
+        self._handlers: dict[Kind, Callable[[int, Any], Any]] = {
+            Kind.GRADIENTS: self._gradients_arrived,
+            Kind.PASS_ANSWER: self._credit_returned,
+            Kind.PASS_GATHER: self._reachability_asked,
+            Kind.PASS_REACHABILITY: self._reachability_told,
+            Kind.PASS_STRIKE: self._struck_off,
+            Kind.PASS_END: self._pass_ended,
+            Kind.PASS_ABORT: self._abort_told,
+        }
         if messenger is not None:
-            handlers: dict[Kind, Callable[[int, Any], Any]] = {
-                Kind.GRADIENTS: self._gradients_arrived,
-                Kind.PASS_ANSWER: self._credit_returned,
-                Kind.PASS_GATHER: self._reachability_asked,
-                Kind.PASS_REACHABILITY: self._reachability_told,
-                Kind.PASS_STRIKE: self._struck_off,
-                Kind.PASS_END: self._pass_ended,
-                Kind.PASS_ABORT: self._abort_told,
-            }
-            for kind, handler in handlers.items():
+            for kind, handler in self._handlers.items():
                 messenger.handle(kind, handler)
             messenger.watch_losses(self._worker_lost)
 
@@ -131,6 +142,9 @@ class AutogradEngine(ContextRegistry):
             if context.is_released:
                 self.retrieve(context.id)
             context.passes[live.id] = live
+        live.caller_thread = threading.get_ident()
+        if self._messenger is not None:
+            live.interruption = Interruption()
         try:
             self._leave(context, Arrival(live, 1, {}, roots=roots))
             while not live.is_over:
@@ -143,6 +157,8 @@ class AutogradEngine(ContextRegistry):
         finally:
             if not live.is_over:  # interrupted
                 self._fail(live, Failure("raised", self.worker_id, "backward was interrupted"))
+            if live.interruption is not None:
+                live.interruption.close()
         if live.error is not None:
             raise live.error
 
@@ -172,17 +188,25 @@ class AutogradEngine(ContextRegistry):
                 context.work.clear()
                 context.work.extend(others)
             try:
-                self._advance(into, batch)
+                last = self._advance(into, batch)
             except BaseException:
                 with context.changed:
                     context.is_running = False
                 raise
+            if last is not None:
+                with context.changed:  # others may go on while this thread waits
+                    context.is_running = is_mine = False
+                self._converse(into, last)
+            elif context.work and self._messenger is not None:
+                # What comes next is not for the worker that may be waiting for this one.
+                self._messenger.end_conversation()
 
-    def _advance(self, live: LivePass, batch: Sequence[Arrival]) -> None:
-        """One wave over what has come, and what it sends."""
+    def _advance(self, live: LivePass, batch: Sequence[Arrival]) -> _Parcel | None:
+        """One wave over what has come, and what it sends; all but a message that is returned, for
+        a conversation."""
         context = live.context
         if live.id in context.ended or context.is_released:
-            return
+            return None
         local, share = live.local, live.share
         try:
             with torch.set_grad_enabled(live.create_graph):
@@ -208,7 +232,7 @@ class AutogradEngine(ContextRegistry):
             self._fail(
                 live, Failure.raised(self.worker_id, error), original=error if is_first else None
             )
-            return
+            return None
         standing = live.standing
         parcels = share.split(len(outgoing), standing)
         if live.control is None and standing is Standing.CLOSED:
@@ -216,17 +240,20 @@ class AutogradEngine(ContextRegistry):
                 context.passes.pop(live.id, None)
         if not parcels:
             self._return_credit(live)
-        for (credit, reports), message in zip(parcels, outgoing, strict=True):
-            try:
-                self._send(live, message, credit, reports)
-            except TelegradError as error:
-                worker = (
-                    message.received.source if isinstance(error, WorkerLost) else self.worker_id
-                )
-                self._fail(live, Failure.raised(worker, error))
-                return
+        packed = [
+            self._pack(live, message, credit, reports)
+            for (credit, reports), message in zip(parcels, outgoing, strict=True)
+        ]
+        last: _Parcel | None = None
+        if packed and live.caller_thread == threading.get_ident():
+            if packed[-1].to != self.worker_id:
+                last = packed.pop()
+        for parcel in packed:
+            if not self._send(live, parcel):
+                return None
+        return last
 
-    def _send(self, live: LivePass, message: Outgoing, credit: Credit, reports: Any) -> None:
+    def _pack(self, live: LivePass, message: Outgoing, credit: Credit, reports: Any) -> _Parcel:
         to, gradients = message.received.source, message.gradients
         gradient_message_id = -1
         with_history: tuple[int, ...] = ()
@@ -249,22 +276,66 @@ class AutogradEngine(ContextRegistry):
             gradient_message_id,
             with_history,
         )
-        if to == self.worker_id:
-            self._gradients_arrived(to, body)
-        else:
-            self._messenger_or_fail().post(to, Kind.GRADIENTS, body)
+        return _Parcel(to, body)
+
+    def _send(self, live: LivePass, parcel: _Parcel) -> bool:
+        """False if it could not be sent, which ends the pass."""
+        try:
+            if parcel.to == self.worker_id:
+                self._gradients_arrived(parcel.to, parcel.body)
+            else:
+                self._messenger_or_fail().post(parcel.to, Kind.GRADIENTS, parcel.body)
+        except TelegradError as error:
+            self._fail_to_send(live, parcel, error)
+            return False
+        return True
+
+    def _converse(self, live: LivePass, parcel: _Parcel) -> None:
+        """Sends a message and takes what comes back; the next round of the caller's loop runs it.
+
+        The wait ends when the other worker's wave has, when that worker is lost, or when the pass
+        is over for another reason: `_finish` interrupts it then.
+        """
+        assert live.interruption is not None
+        try:
+            came = self._messenger_or_fail().converse(
+                parcel.to, Kind.GRADIENTS, parcel.body, live.interruption
+            )
+        except TelegradError as error:
+            self._fail_to_send(live, parcel, error)
+            return
+        for kind, body in came:
+            if kind is Kind.GRADIENTS:
+                arrival = self._arrival(parcel.to, body)
+                if arrival is not None:
+                    with arrival.into.context.changed:
+                        arrival.into.context.work.append(arrival)
+                    if arrival.into.context is not live.context:
+                        self._drain(arrival.into.context)
+            else:
+                self._handlers[kind](parcel.to, body)
+
+    def _fail_to_send(self, live: LivePass, parcel: _Parcel, error: TelegradError) -> None:
+        worker = parcel.to if isinstance(error, WorkerLost) else self.worker_id
+        self._fail(live, Failure.raised(worker, error))
 
     def _gradients_arrived(self, source: int, body: Any) -> None:
+        arrival = self._arrival(source, body)
+        if arrival is not None:
+            self._leave(arrival.into.context, arrival)
+
+    def _arrival(self, source: int, body: Any) -> Arrival | None:
+        """What gradients bring to a pass; None if it is over here."""
         context_id, pass_id, (retain, create), message_id, credit, reports, gradients = body[:7]
         live = self._live_pass(context_id, pass_id, retain, create)
         if live is None:
-            return
+            return None
         if message_id not in live.local.sends:
             self._fail(
                 live,
                 Failure("raised", self.worker_id, f"no message {message_id} was sent from here"),
             )
-            return
+            return None
         # Tensors of our own: the message's are still referred to by whoever handed it to us.
         gradients = [g if g is None else g.detach() for g in gradients]
         if create:
@@ -274,15 +345,12 @@ class AutogradEngine(ContextRegistry):
             )
             for i, gradient in zip(with_history, recorded, strict=True):
                 gradients[i] = gradient
-        self._leave(
-            live.context,
-            Arrival(
-                live,
-                unpack_credit(credit),
-                unpack_reports(reports),
-                message_id=message_id,
-                gradients=gradients,
-            ),
+        return Arrival(
+            live,
+            unpack_credit(credit),
+            unpack_reports(reports),
+            message_id=message_id,
+            gradients=gradients,
         )
 
     def _live_pass(
@@ -422,6 +490,8 @@ class AutogradEngine(ContextRegistry):
                 live.error = error
                 live.is_over = True
                 live.context.changed.notify_all()
+        if error is not None and live.interruption is not None:
+            live.interruption.interrupt()
 
     # Failure
 

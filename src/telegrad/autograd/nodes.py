@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from telegrad.autograd.thread_state import peek, stash
 from telegrad.errors import BackwardError
 
 __all__ = ["AccumulateGrad", "Received", "RecvNode", "Sent", "recv_history", "send_history"]
@@ -26,21 +27,18 @@ AccumulateGrad: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-d
 """The type of the node that ends a graph in a leaf."""
 
 _CURRENT_WAVE = "telegrad.autograd.wave"
-"""Torch's own thread-local state follows the engine onto its device threads; Python's does not."""
 
 
 def enter_wave(wave: Any) -> Any:
     """Makes `wave` the one that runs on this thread; returns the one before, to be given back."""
     before = current_wave()
-    torch._C._stash_obj_in_tls(_CURRENT_WAVE, wave)
+    stash(_CURRENT_WAVE, wave)
     return before
 
 
 def current_wave() -> Any:
     """The wave that runs on this thread, or None."""
-    if torch._C._is_key_in_tls(_CURRENT_WAVE):
-        return torch._C._get_obj_in_tls(_CURRENT_WAVE)
-    return None
+    return peek(_CURRENT_WAVE, None)
 
 
 class _Send(torch.autograd.Function):

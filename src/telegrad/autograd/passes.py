@@ -21,6 +21,7 @@ from telegrad.autograd.pass_protocol import (
 from telegrad.autograd.waves import LocalPass
 from telegrad.errors import BackwardError, ContextError, TelegradError, WorkerLost
 from telegrad.ids import worker_of
+from telegrad.rpc.conversation import Interruption
 
 __all__ = [
     "Arrival",
@@ -115,6 +116,8 @@ class LivePass:
         self.is_over = False
         self.error: BaseException | None = None
         self.is_driven_by_caller = False
+        self.caller_thread: int | None = None
+        self.interruption: Interruption | None = None
 
     @property
     def standing(self) -> Standing:

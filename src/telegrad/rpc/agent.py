@@ -14,9 +14,11 @@ import itertools
 import logging
 import math
 import struct
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +26,7 @@ import torch
 from torch.futures import Future
 
 from telegrad.errors import RpcTimeout, TelegradError, WorkerLost
+from telegrad.rpc.conversation import Conversation, Interruption, messages_in
 from telegrad.rpc.multiplex import PendingCall
 from telegrad.rpc.network import Network, Send
 from telegrad.rpc.options import RpcOptions
@@ -43,6 +46,8 @@ __all__ = ["Agent", "AsyncCall", "checked_future", "name_in"]
 _log = logging.getLogger("telegrad.rpc")
 
 _CALL_HEAD = struct.Struct("<H")  # length of the function's name; 0: the function is in the payload
+
+_HEAD_ROOM = 4096  # of a body, for what stands in front of the payload
 
 _NO_KWARGS: dict[str, Any] = {}
 
@@ -71,6 +76,8 @@ class Agent:
         self.options = options
         self.directory = directory
         self.codec = codec
+        limits = options.limits
+        codec.limits = replace(limits, max_body=max(0, limits.max_body - _HEAD_ROOM))
         self.recorder: Recorder | None = None
         self.rpc_timeout = options.rpc_timeout
         self.network = Network(
@@ -83,10 +90,13 @@ class Agent:
             self._is_quick,
             partial(on_thread_start, self),
         )
+        self.on_failure: Callable[[BaseException], None] | None = None
+        """Hears of what functions raise here that others call; these are told in any case."""
         self.admission: Callable[[], AbstractContextManager[None]] = nullcontext
         """Stands around the unpacking of a call; the call runs when it has been left."""
         self.quick = QuickFunctions()
         self._call_offsets: dict[Kind, int] = {}
+        self._thread = threading.local()
         self._handlers: dict[Kind, Handler] = {}
         self._frame_handlers: dict[Kind, FrameHandler] = {}
         self._call_ids = itertools.count(1)
@@ -145,7 +155,7 @@ class Agent:
         self, to: int, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | None
     ) -> tuple[bytes, Encoded, int, int]:
         name = name_of(func)
-        if name is not None:
+        if name is not None and len(name) < _HEAD_ROOM // 2:
             encoded = self.codec.encode((args, kwargs or None), to, labels=("args", "kwargs"))
             head = _CALL_HEAD.pack(len(name)) + name
         else:
@@ -233,6 +243,10 @@ class Agent:
 
     def post(self, to: int, kind: Kind, body: Any) -> None:
         encoded = self.codec.encode(body, to)
+        conversation: Conversation | None = getattr(self._thread, "conversation", None)
+        if conversation is not None and conversation.source == to:
+            if conversation.take(kind, encoded):
+                return
         if to == self.info.id:
             frame = _copied(
                 kind, Flags.NO_ANSWER, 0, NO_CONTEXT, -1, (encoded.payload,), encoded.buffers
@@ -242,6 +256,40 @@ class Agent:
         self.network.peer(to).post(
             kind, NO_CONTEXT, -1, (encoded.payload,), encoded.buffers, lambda: kind.name
         )
+
+    def converse(
+        self, to: int, kind: Kind, body: Any, interruption: Interruption
+    ) -> list[tuple[Kind, Any]]:
+        if to == self.info.id:
+            self.post(to, kind, body)
+            return []
+        encoded = self.codec.encode(body, to)
+        receipt = self.network.peer(to).converse(
+            kind,
+            (encoded.payload,),
+            encoded.buffers,
+            interruption,
+            partial(self._finish_later, to),
+            lambda: kind.name,
+        )
+        return [] if receipt is None else self._messages_in(receipt)
+
+    def end_conversation(self) -> None:
+        conversation: Conversation | None = getattr(self._thread, "conversation", None)
+        if conversation is not None:
+            conversation.end()
+
+    def _messages_in(self, receipt: Frame) -> list[tuple[Kind, Any]]:
+        return [(kind, self.codec.decode(payload)) for kind, payload in messages_in(receipt)]
+
+    def _finish_later(self, source: int, receive: Callable[[], Frame | None]) -> None:
+        def finish() -> None:
+            receipt = receive()
+            if receipt is not None:
+                for kind, body in self._messages_in(receipt):
+                    self._handlers[kind](source, body)
+
+        self.network.work.submit(finish)
 
     def request(
         self, to: int, kind: Kind, body: Any, *, timeout: float | None = None
@@ -297,6 +345,8 @@ class Agent:
             handler = self._frame_handlers.get(frame.kind)
             if handler is not None:
                 handler(source, frame, send)
+            elif frame.flags & Flags.CONVERSATION:
+                self._serve_conversation(source, frame, send)
             else:
                 if frame.context_id == NO_CONTEXT or self.recorder is None:
                     value, deferred = self._run(source, frame)
@@ -311,6 +361,22 @@ class Agent:
             deferred.add_done_callback(partial(self._answer_deferred, source, frame, send))
         elif counted:
             next(self._ended)
+
+    def _serve_conversation(self, source: int, frame: Frame, send: Send) -> None:
+        def post(kind: Kind, payload: bytes) -> None:
+            self.network.peer(source).post(
+                kind, NO_CONTEXT, -1, (payload,), (), lambda: kind.name
+            )
+
+        conversation = Conversation(source, frame, send, post)
+        self._thread.conversation = conversation
+        try:
+            self._run(source, frame)
+        except Exception:  # noqa: BLE001 - a handler answers for itself; this is a bug trap
+            _log.exception("handling a %s message failed", frame.kind.name)
+        finally:
+            self._thread.conversation = None
+            conversation.end()
 
     def _is_quick(self, frame: Frame) -> bool:
         kind = frame.kind
@@ -402,6 +468,8 @@ class Agent:
         if frame.flags & Flags.NO_ANSWER:
             _log.error("handling a %s message failed", frame.kind.name, exc_info=error)
             return
+        if self.on_failure is not None:
+            self.on_failure(error)
         encoded = pack_failure(self.codec, error, self.info)
         try:
             send(Kind.ERROR, 0, frame.call_id, NO_CONTEXT, -1, (encoded.payload,), encoded.buffers)
@@ -499,9 +567,9 @@ def checked_future(func: Callable[..., Any], value: Any) -> Future[Any]:
     if isinstance(value, torch._C.Future):  # what `then` returns is of torch's own base class
         return value  # type: ignore[return-value]
     raise TelegradError(
-        "Functions decorated with @rpc.functions.async_execution must return a "
-        f"torch.futures.Future object, but {describe_function(func)} returned a "
-        f"{type(value).__name__}"
+        "Functions decorated with @rpc.async_function must return a torch.futures.Future object, "
+        f"but {describe_function(func)}, decorated with @rpc.functions.async_execution, returned "
+        f"a {type(value).__name__}"
     )
 
 

@@ -7,6 +7,9 @@ or a function that was quick so far, may wait for something that comes on this v
 reading is a role, not a thread: when the clock finds the reader stuck, it starts a new reader, and
 the old one leaves once it returns. The same undoes two readers that wait for each other with their
 replies because both sockets are full.
+
+A call that fails because its time is over or its worker is lost is settled on a thread of the pool:
+its callbacks must neither stop the clock nor wait here for another call that has yet to fail.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from telegrad.transport.base import Connection, ConnectionClosed, TransportTimeout
 from telegrad.wire.frames import Frame, Kind
@@ -51,6 +55,7 @@ class Multiplex:
     Args:
         on_request: gets each frame that is no reply; must not block.
         on_closed: called once with the reason when the connection has ended.
+        defer: runs something soon, on another thread.
     """
 
     def __init__(
@@ -60,15 +65,18 @@ class Multiplex:
         on_request: Callable[[Multiplex, Frame], None],
         on_closed: Callable[[Multiplex, str], None],
         on_thread_start: Callable[[], None],
+        defer: Callable[[Callable[[], None]], None],
     ) -> None:
         self._connection = connection
         self._name = name
         self._on_request = on_request
         self._on_closed = on_closed
         self._on_thread_start = on_thread_start
+        self._defer = defer
         self._send_lock = threading.Lock()  # one message at a time leaves; nothing else
         self._pending: dict[int, PendingCall] = {}
         self._next_deadline = float("inf")
+        self._reader_lock = threading.Lock()  # guards the three below: who reads, and since when
         self._reader: threading.Thread | None = None
         self._readers: set[threading.Thread] = set()
         self._busy_since = 0.0  # when the reader began a completion; 0 while it reads
@@ -121,8 +129,7 @@ class Multiplex:
             self._expire(now)
         busy = self._busy_since
         if busy and now - busy > _STUCK_AFTER and not self._is_closed:
-            self._busy_since = 0.0
-            self._start_reader()
+            self._start_reader(instead_of_one_busy_since=busy)
 
     def _expire(self, now: float) -> None:
         self._next_deadline = float("inf")  # calls added from now on lower it themselves
@@ -131,7 +138,7 @@ class Multiplex:
             if call.deadline > now:
                 earliest = min(earliest, call.deadline)
             elif self._pending.pop(call_id, None) is not None:
-                call.expire()
+                self._defer(call.expire)
         self._next_deadline = min(self._next_deadline, earliest)
 
     def interrupt(self) -> None:
@@ -142,25 +149,30 @@ class Multiplex:
             if thread is not threading.current_thread():
                 thread.join(timeout)
 
-    def _start_reader(self) -> None:
+    def _start_reader(self, instead_of_one_busy_since: float = 0.0) -> None:
         thread = threading.Thread(target=self._read, name=f"{self._name}-reader", daemon=True)
-        self._readers.add(thread)
-        self._reader = thread
-        thread.start()
+        with self._reader_lock:
+            if self._busy_since != instead_of_one_busy_since:
+                return  # it has come free in this moment, and reads on
+            self._busy_since = 0.0
+            self._reader = thread
+            self._readers.add(thread)
+            thread.start()  # one that is in the set can be joined
 
     def _read(self) -> None:
         self._on_thread_start()
         me = threading.current_thread()
         reason = ""
         try:
-            while self._reader is me:
+            while True:
                 frame = self._connection.receive()  # ends by a frame, a loss or interrupt()
                 self._busy_since = time.monotonic()
                 self._take(frame)
                 del frame
-                if self._reader is me:
+                with self._reader_lock:
+                    if self._reader is not me:
+                        return
                     self._busy_since = 0.0
-            return
         except (ConnectionClosed, TransportTimeout) as closed:
             reason = str(closed)
         except Exception as error:  # noqa: BLE001 - the stream is broken: nothing on it can be trusted
@@ -187,4 +199,4 @@ class Multiplex:
                 _, call = self._pending.popitem()
             except KeyError:
                 break  # another thread settled the last one
-            call.fail(reason)
+            self._defer(partial(call.fail, reason))

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 from telegrad.errors import AuthenticationError, ProtocolError, TelegradError, WorkerLost
 from telegrad.rpc.clock import Clock
@@ -23,7 +24,13 @@ from telegrad.rpc.rendezvous import Directory, Record, address_towards, host_ide
 from telegrad.rpc.work_pool import WorkPool
 from telegrad.rpc.worker_info import WorkerInfo
 from telegrad.transport import shm
-from telegrad.transport.base import Connection, ConnectionClosed, Listener, Transport, TransportTimeout
+from telegrad.transport.base import (
+    Connection,
+    ConnectionClosed,
+    Listener,
+    Transport,
+    TransportTimeout,
+)
 from telegrad.transport.handshake import Identity, Purpose, answer, introduce
 from telegrad.transport.inproc import InprocTransport
 from telegrad.transport.sockets import TcpTransport, UnixTransport
@@ -42,6 +49,13 @@ Serve = Callable[[int, Frame, Send], None]
 _HANDSHAKE_SECONDS = 5.0
 _MOST_STRANGERS = 64  # connections that have not proved themselves yet
 _TRIM_SECONDS = 1.0
+
+
+class _Stranger(NamedTuple):
+    """A connection that has not proved itself yet."""
+
+    connection: Connection
+    since: float
 
 
 class Network:
@@ -84,7 +98,7 @@ class Network:
         self._transports: dict[str, Transport] = {}
         self._threads: set[threading.Thread] = set()
         self._threads_lock = threading.Lock()  # guards the set above
-        self._strangers: collections.deque[Connection] = collections.deque()
+        self._strangers: collections.deque[_Stranger] = collections.deque()
         self._complaints: set[str] = set()
         self._trimmed_at = 0.0
         self._is_closing = False
@@ -243,9 +257,7 @@ class Network:
             introduce(
                 connection,
                 self._secret,
-                Identity(
-                    self.info.id, peer.info.id, purpose, self.incarnation, peer.incarnation
-                ),
+                Identity(self.info.id, peer.info.id, purpose, self.incarnation, peer.incarnation),
             )
             connection.set_timeout(None)
         except (ConnectionClosed, TransportTimeout, AuthenticationError, ProtocolError) as error:
@@ -286,7 +298,7 @@ class Network:
     # -- being connected to
 
     def _accept(self, listener: Listener) -> None:
-        while not self._is_closing:
+        while True:
             try:
                 connection = listener.accept()  # ends by a connection or listener.close()
             except ConnectionClosed as error:
@@ -296,24 +308,47 @@ class Network:
                 self._complain(f"a connection could not be accepted: {error}")
                 time.sleep(0.05)
                 continue
-            self._strangers.append(connection)
+            if self._is_closing:
+                connection.close()
+                return
+            stranger = _Stranger(connection, time.monotonic())
+            self._strangers.append(stranger)
             if len(self._strangers) > _MOST_STRANGERS:
                 # Whoever is silent longest goes: a crowd of strangers cannot shut friends out.
-                self._strangers.popleft().interrupt()
-            self._spawn("lane", partial(self._admit, connection))
+                self._dismiss_oldest()
+            try:
+                self._spawn("lane", partial(self._admit, stranger))
+            except RuntimeError as error:  # no thread to be had
+                self._complain(f"a connection could not be served: {error}")
+                self._forget(stranger)
+                connection.close()
 
-    def _admit(self, connection: Connection) -> None:
-        """Runs a connection that somebody opened to this worker, to its end."""
-        identity = self._identify(connection)
+    def _dismiss_oldest(self) -> None:
         try:
-            self._strangers.remove(connection)
+            stranger = self._strangers.popleft()
+        except IndexError:
+            return  # it has proved itself, or left, in this moment
+        self._complain("refused a connection: it did not say who it is")
+        stranger.connection.interrupt()
+
+    def _forget(self, stranger: _Stranger) -> None:
+        try:
+            self._strangers.remove(stranger)
         except ValueError:
-            pass  # it was the oldest of too many, and has been interrupted
-        if identity is None:
+            pass  # it was dismissed
+
+    def _admit(self, stranger: _Stranger) -> None:
+        """Runs a connection that somebody opened to this worker, to its end."""
+        connection = stranger.connection
+        identity = self._identify(connection)
+        self._forget(stranger)
+        peer = None if identity is None else self._peers.get(identity.worker_id)
+        if identity is None or peer is None:
             connection.close()
             return
-        peer = self._peers[identity.worker_id]
         peer.add(connection)
+        if self._is_closing:
+            connection.interrupt()  # too late: nobody else would end it any more
         if identity.purpose is Purpose.MULTIPLEX:
             peer.adopt(self._new_multiplex(peer, connection))
         else:
@@ -321,18 +356,16 @@ class Network:
 
     def _identify(self, connection: Connection) -> Identity | None:
         try:
-            # Ends in an identity or, at the latest, after three times this many seconds.
-            connection.set_timeout(_HANDSHAKE_SECONDS)
+            # Ends in an identity or, at the latest, when the clock dismisses it.
             identity = answer(connection, self._secret)
-            connection.set_timeout(None)
             self._recognise(identity)
             return identity
         except (AuthenticationError, ProtocolError) as error:
             self._complain(f"refused a connection: {error}")
-        except TransportTimeout:
-            self._complain("refused a connection: it did not say who it is")
-        except ConnectionClosed:
-            pass  # somebody looked in and left: a port scan, or a check whether we are alive
+        except ConnectionClosed as error:
+            # One that said nothing just looked in: a port scan, or a check whether we are alive.
+            if connection.reads and not self._is_closing:
+                self._complain(f"refused a connection: it did not introduce itself ({error})")
         return None
 
     def _recognise(self, identity: Identity) -> None:
@@ -352,7 +385,7 @@ class Network:
                 frame = lane.receive()  # ends by a request, a loss or interrupt()
                 serve(source, frame, lane.send)
                 if frame.flags & Flags.NO_ANSWER:
-                    lane.send(Kind.RECEIPT)
+                    lane.send(Kind.RECEIPT, 0, frame.call_id)
                 del frame  # its tensors must not live until the next request comes
         except (ConnectionClosed, TransportTimeout):
             pass  # the caller gave up on it, left or died; the multiplex knows which
@@ -369,6 +402,7 @@ class Network:
             partial(self._on_request, peer),
             partial(self._on_closed, peer),
             self._on_thread_start,
+            self.work.submit,
         )
 
     def _on_request(self, peer: Peer, multiplex: Multiplex, frame: Frame) -> None:
@@ -402,15 +436,14 @@ class Network:
 
     def _tick(self, now: float) -> None:
         self.work.tick()
+        while self._strangers and now - self._strangers[0].since > _HANDSHAKE_SECONDS:
+            self._dismiss_oldest()
         trims = now - self._trimmed_at > _TRIM_SECONDS
         for peer in self.peers():
-            reason = peer.tick(now)
-            if reason is not None:
-                peer.lose(reason)
-            elif peer.wants_ping(now):
+            if peer.tick(now):
                 self.work.submit(peer.ping)
-            if trims and peer.memory is not None:
-                peer.memory.trim(now)
+            if trims:
+                peer.trim(now)
         if trims:
             self._trimmed_at = now
             self._memory_pool.trim(now)
@@ -432,7 +465,7 @@ class Network:
         for peer in self.peers():
             peer.close(goodbye=goodbye)
         for stranger in list(self._strangers):
-            stranger.interrupt()
+            stranger.connection.interrupt()
         self.work.close(timeout=5.0)
         deadline = time.monotonic() + 5.0
         with self._threads_lock:
@@ -456,7 +489,7 @@ class Network:
         thread = threading.Thread(target=run, name=f"{self.info.name}-{role}", daemon=True)
         with self._threads_lock:
             self._threads.add(thread)
-        thread.start()
+            thread.start()  # one that is in the set can be joined
 
 
 def _pong(multiplex: Multiplex) -> None:

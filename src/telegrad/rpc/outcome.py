@@ -17,6 +17,9 @@ from telegrad.wire.codec import Codec, Encoded
 __all__ = ["Failure", "describe_function", "pack_failure", "rebuild_failure"]
 
 
+_SHORT = 2000  # characters of an exception that is too large to be sent whole
+
+
 class Failure(NamedTuple):
     """What travels for an exception. `packed` is the exception itself, or None."""
 
@@ -44,7 +47,12 @@ def pack_failure(codec: Codec, error: BaseException, worker: WorkerInfo) -> Enco
     except Exception:  # noqa: BLE001 - an exception may hold anything: then its text must do
         packed = None
     name = f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins.")
-    return codec.encode(Failure(worker.name, worker.id, name, text, frames, packed))
+    failure = Failure(worker.name, worker.id, name, text, frames, packed)
+    try:
+        return codec.encode(failure)
+    except SerializationError:  # it is too large
+        short = failure._replace(text=text[:_SHORT], traceback=frames[-_SHORT:], packed=None)
+        return codec.encode(short)
 
 
 def _without_traceback(error: BaseException) -> BaseException:
@@ -56,7 +64,7 @@ def rebuild_failure(codec: Codec, failure: Failure) -> BaseException:
     """The exception to raise at the caller."""
     remote = RemoteError(
         f"on worker {failure.worker!r}: {failure.type_name}: {failure.text}\n\n"
-        f"Remote traceback:\n{failure.traceback}",
+        f"Original exception on remote side was:\n{failure.traceback}",
         worker=failure.worker,
         traceback=failure.traceback,
     )

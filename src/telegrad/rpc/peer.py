@@ -6,7 +6,11 @@ besides those two. There are as many lanes as there ever were calls at a time, s
 back around a circle of workers always finds a thread.
 
 A post travels on a lane too, and is acknowledged by a receipt that nobody waits for: it is read
-when the lane is next wanted. A lane without its receipt is not used: its thread is busy.
+when the lane is next wanted. A lane without its receipt is not used: its thread is busy. One whose
+receipt does not come for a long time is closed.
+
+Requests on a lane are numbered, and so are their answers: an answer that comes twice, or to a
+request that came twice, is not taken for another's.
 
 A peer that is lost comes back as soon as it can be connected to again, under the same incarnation
 (the network had failed) or another (the worker was restarted).
@@ -15,11 +19,25 @@ A peer that is lost comes back as soon as it can be connected to again, under th
 from __future__ import annotations
 
 import collections
+import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from telegrad.errors import AuthenticationError, ProtocolError, RpcTimeout, WorkerLost
+from telegrad.rpc.liveness import (
+    Connected,
+    DeclareLost,
+    Effect,
+    Ended,
+    Heard,
+    Liveness,
+    SendPing,
+    State,
+    TimePassed,
+)
+from telegrad.rpc.conversation import Interruption
 from telegrad.rpc.multiplex import Multiplex
 from telegrad.rpc.worker_info import WorkerInfo
 from telegrad.transport.base import Connection, ConnectionClosed, TransportTimeout
@@ -33,6 +51,15 @@ __all__ = ["Peer"]
 # both does not have to be told a new one each time.
 _POST_SECONDS = 60.0
 _MOST_POSTED = 32  # lanes with a receipt outstanding; beyond it posts share the multiplex
+_RECEIPT_SECONDS = 60.0  # without its receipt for so long, a lane is closed
+
+
+class _Posted(NamedTuple):
+    """A lane that carried a post and waits for its receipt."""
+
+    lane: Connection
+    number: int
+    at: float
 
 
 class Peer:
@@ -61,18 +88,18 @@ class Peer:
         self._connect = connect
         self._new_multiplex = new_multiplex
         self._on_lost = on_lost
-        self._heartbeat_interval, self._heartbeat_timeout = heartbeat
         self._idle: list[Connection] = []  # append and pop are atomic: no lock on the way of a call
-        self._posted: collections.deque[Connection] = collections.deque()
+        self._posted: collections.deque[_Posted] = collections.deque()
+        self._numbers = itertools.count(1)
         self._connections: set[Connection] = set()  # every open one, so that a loss can end them
         self._connections_lock = threading.Lock()  # guards the set above and the two below
         self._multiplexes: list[Multiplex] = []
-        self._lost: str | None = None
+        self._liveness = Liveness(*heartbeat, time.monotonic())
         self._opening_lock = threading.Lock()  # one thread opens the first multiplex
-        self._pinged_at = time.monotonic()
 
     def __repr__(self) -> str:
-        return f"Peer({self.info.name}, lanes={len(self._connections)}, lost={self._lost!r})"
+        state = self._liveness.state.name
+        return f"Peer({self.info.name}, connections={len(self._connections)}, {state})"
 
     # -- the synchronous path
 
@@ -92,10 +119,13 @@ class Peer:
         connection ends, which the heartbeat sees to if the peer no longer answers.
         """
         lane = self._take_lane()
+        number = next(self._numbers)
         try:
             lane.set_timeout(timeout)
-            lane.send(kind, 0, 0, context_id, message_id, body, buffers)
+            lane.send(kind, 0, number, context_id, message_id, body, buffers)
             frame = lane.receive()
+            while frame.call_id != number:
+                frame = lane.receive()
         except TransportTimeout:
             self._discard(lane)
             raise self.timed_out(timeout or 0.0, what()) from None
@@ -106,7 +136,7 @@ class Peer:
         except BaseException:  # Ctrl-C while waiting: the reply would be taken for the next call's
             self._discard(lane)
             raise
-        self._idle.append(lane)
+        self._put_back(lane)
         return frame
 
     def post(
@@ -129,9 +159,10 @@ class Peer:
         except ConnectionClosed as error:
             self.lose(str(error))
             raise self.loss(what()) from None
+        number = next(self._numbers)
         try:
             lane.set_timeout(_POST_SECONDS)
-            lane.send(kind, Flags.NO_ANSWER, 0, context_id, message_id, body, buffers)
+            lane.send(kind, Flags.NO_ANSWER, number, context_id, message_id, body, buffers)
         except (ConnectionClosed, TransportTimeout) as error:
             self._discard(lane)
             self.lose(str(error) or f"it has taken no message for {_POST_SECONDS:g} seconds")
@@ -139,33 +170,120 @@ class Peer:
         except BaseException:
             self._discard(lane)
             raise
-        self._posted.append(lane)
+        self._posted.append(_Posted(lane, number, time.monotonic()))
+
+    def converse(
+        self,
+        kind: Kind,
+        body: Sequence[bytes | memoryview],
+        buffers: Sequence[memoryview],
+        interruption: Interruption,
+        finish_later: Callable[[Callable[[], Frame | None]], None],
+        what: Callable[[], str],
+    ) -> Frame | None:
+        """Sends a post and waits for its receipt, on this thread.
+
+        Ends in the receipt, in `WorkerLost`, or in None if it is interrupted: then `finish_later`
+        gets what is to be run on another thread, and returns the receipt there, if it comes.
+        """
+        lane = self._take_lane()
+        number = next(self._numbers)
+
+        def receipt() -> Frame:
+            try:
+                frame = lane.receive()
+                while frame.call_id != number:
+                    frame = lane.receive()
+            except (ConnectionClosed, TransportTimeout, ProtocolError) as error:
+                self._discard(lane)
+                self.lose(str(error))
+                raise self.loss(what()) from None
+            self._put_back(lane)
+            return frame
+
+        def receipt_or_nothing() -> Frame | None:
+            try:
+                return receipt()
+            except WorkerLost:
+                return None  # told to all who watch
+
+        try:
+            lane.set_timeout(None)
+            lane.send(kind, Flags.CONVERSATION, number, -1, -1, body, buffers)
+            descriptor = lane.fileno()
+            if descriptor < 0 or lane.poll() or interruption.wait_for(descriptor):
+                return receipt()
+        except ConnectionClosed as error:
+            self._discard(lane)
+            self.lose(str(error))
+            raise self.loss(what()) from None
+        except WorkerLost:
+            raise
+        except BaseException:
+            self._discard(lane)
+            raise
+        finish_later(receipt_or_nothing)
+        return None
 
     def _take_lane(self) -> Connection:
         while True:
             try:
-                return self._idle.pop()
+                lane = self._idle.pop()
             except IndexError:
                 if not self._settle():
                     return self._open_lane()
+                continue
+            if lane in self._connections:
+                return lane
+            lane.close()  # it is from before a loss, and was in use then
+
+    def _put_back(self, lane: Connection) -> None:
+        if lane in self._connections:
+            self._idle.append(lane)
+        else:
+            lane.close()
+
+    def _keep_waiting(self, posted: _Posted) -> None:
+        if posted.lane in self._connections:
+            self._posted.append(posted)
+        else:
+            posted.lane.close()
 
     def _settle(self) -> bool:
         """Moves one posted lane whose receipt has come to the idle ones."""
         for _ in range(len(self._posted)):
             try:
-                lane = self._posted.popleft()
+                posted = self._posted.popleft()
             except IndexError:
                 return False
-            try:
-                if lane.poll():
-                    lane.receive()
-                    self._idle.append(lane)
-                    return True
-            except (ConnectionClosed, TransportTimeout, ProtocolError):
-                self._discard(lane)
-                continue
-            self._posted.append(lane)
+            if self._has_receipt(posted):
+                self._put_back(posted.lane)
+                return True
+            self._keep_waiting(posted)
         return False
+
+    def _has_receipt(self, posted: _Posted) -> bool:
+        lane = posted.lane
+        try:
+            return lane.poll() and lane.receive().call_id == posted.number
+        except (ConnectionClosed, TransportTimeout, ProtocolError):
+            self._discard(lane)
+            return False
+
+    def _settle_all(self, now: float) -> None:
+        """The same for all of them, and closes those that have waited too long: the message or
+        its receipt was lost, or its handler is stuck."""
+        for _ in range(len(self._posted)):
+            try:
+                posted = self._posted.popleft()
+            except IndexError:
+                return
+            if self._has_receipt(posted):
+                self._put_back(posted.lane)
+            elif now - posted.at > _RECEIPT_SECONDS:
+                self._discard(posted.lane)
+            else:
+                self._keep_waiting(posted)
 
     def _open_lane(self) -> Connection:
         self.multiplex()  # it watches over the lanes: without it nobody would hear of a loss
@@ -198,7 +316,7 @@ class Peer:
         """Takes a multiplex into use; one that the peer has opened serves both ways."""
         with self._connections_lock:
             self._multiplexes = [m for m in self._multiplexes if not m.is_closed] + [multiplex]
-            self._lost = None
+            self._liveness.handle(Connected(), time.monotonic())
         multiplex.start()
 
     def add(self, connection: Connection) -> None:
@@ -217,29 +335,36 @@ class Peer:
 
     @property
     def is_lost(self) -> bool:
-        return self._lost is not None
+        return self._liveness.state is State.LOST
 
     def lose(self, reason: str) -> None:
         """The worker is gone: ends every connection to it and every wait on them."""
         with self._connections_lock:
-            if self._lost is not None:
-                return
-            self._lost = reason
+            effects = self._liveness.handle(Ended(reason), time.monotonic())
+        self._carry_out(effects)
+
+    def _carry_out(self, effects: Sequence[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, DeclareLost):
+                self._end_connections()
+                self._on_lost(self, effect.reason)
+
+    def _end_connections(self) -> None:
+        with self._connections_lock:
             connections = list(self._connections)
             self._connections.clear()
         idle = set()
         while self._idle:
             idle.add(self._idle.pop())
         while self._posted:
-            idle.add(self._posted.popleft())
+            idle.add(self._posted.popleft().lane)
         for connection in connections:
             connection.interrupt()  # whoever waits on it wakes, and closes it
         for lane in idle:
             lane.close()
-        self._on_lost(self, reason)
 
     def loss(self, what: str) -> WorkerLost:
-        reason = self._lost or "the connection was closed"
+        reason = self._liveness.reason or "the connection was closed"
         return WorkerLost(
             f"worker {self.info.name!r} was lost during {what}: {reason}. Whether the call ran "
             "there is not known",
@@ -260,31 +385,34 @@ class Peer:
             reason = str(error)
         else:
             reason = f"cannot connect: {error}"
+        reason = self._liveness.reason or reason
         return WorkerLost(
-            f"worker {self.info.name!r} cannot be reached: {self._lost or reason}",
+            f"worker {self.info.name!r} cannot be reached: {reason}",
             worker=self.info.name,
-            reason=self._lost or reason,
+            reason=reason,
         )
 
     # -- signs of life
 
-    def tick(self, now: float) -> str | None:
-        """Looks after the connections; returns why the peer is lost, if it has become so."""
+    def tick(self, now: float) -> bool:
+        """Looks after the connections, and whether the peer is alive; returns whether it is to be
+        asked for a sign of life."""
         live = [m for m in self._multiplexes if not m.is_closed]
         for multiplex in live:
             multiplex.tick(now)
-        if not live or self._lost is not None:
-            return None
-        silent = now - max(m.heard_at for m in live)
-        if silent > self._heartbeat_timeout:
-            return f"no sign of life for {silent:.1f} seconds"
-        return None
-
-    def wants_ping(self, now: float) -> bool:
-        if now - self._pinged_at < self._heartbeat_interval:
+        if not live:
             return False
-        self._pinged_at = now
-        return self._lost is None and any(not m.is_closed for m in self._multiplexes)
+        with self._connections_lock:
+            self._liveness.handle(Heard(), max(m.heard_at for m in live))
+            effects = self._liveness.handle(TimePassed(), now)
+        self._carry_out(effects)
+        return SendPing() in effects
+
+    def trim(self, now: float) -> None:
+        """Lets go of what has not been used for a while."""
+        self._settle_all(now)
+        if self.memory is not None:
+            self.memory.trim(now)
 
     def ping(self) -> None:
         """Asks for a sign of life. May block on a full socket: not for the clock's thread."""
@@ -309,6 +437,7 @@ class Peer:
                     except (ConnectionClosed, TransportTimeout):
                         continue  # it is gone already
         self.lose("this worker has shut down")
+        self._end_connections()  # also if it was lost before
         for multiplex in self._multiplexes:
             multiplex.join(5.0)
         if self.memory is not None:

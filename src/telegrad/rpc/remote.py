@@ -174,6 +174,8 @@ class RemoteReferences:
                     checked_future(func, value).add_done_callback(partial(_fill, entry))
                     return
         except BaseException as error:  # noqa: BLE001 - kept in the reference for its users
+            if self._agent.on_failure is not None:
+                self._agent.on_failure(error)
             entry.set_error(_as_exception(error))
             return
         entry.set_value(value)

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
+from telegrad.rpc.conversation import Interruption
 from telegrad.wire.frames import Kind
 
 __all__ = ["NO_CONTEXT", "Handler", "Messenger", "Recorder", "Timer"]
@@ -51,6 +52,20 @@ class Messenger(Protocol):
             WorkerLost: the peer is known to be gone. Otherwise its loss is told to the watchers.
             SerializationError: the body cannot be packed.
         """
+
+    def converse(
+        self, to: int, kind: Kind, body: Any, interruption: Interruption
+    ) -> list[tuple[Kind, Any]]:
+        """Like `post`, but waits until the handler is done, or has said `end_conversation`, and
+        returns what it has posted to this worker meanwhile; those messages are for the caller to
+        handle. An interruption ends the wait with an empty list, and they take the usual way.
+
+        Raises:
+            WorkerLost, SerializationError
+        """
+
+    def end_conversation(self) -> None:
+        """Inside a handler: lets the sender go on, if it waits in a conversation."""
 
     def request(
         self, to: int, kind: Kind, body: Any, *, timeout: float | None = None

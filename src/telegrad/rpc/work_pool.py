@@ -98,7 +98,7 @@ class WorkPool:
                 target=self._run, name=f"{self._name}-call-{len(self._threads)}", daemon=True
             )
             self._threads.add(thread)
-        thread.start()
+            thread.start()  # one that is in the set can be joined
 
     def _run(self) -> None:
         self._on_thread_start()

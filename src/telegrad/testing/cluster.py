@@ -24,6 +24,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
 from telegrad import rpc
+from telegrad.errors import NotInitialized
 
 __all__ = ["Cluster", "cluster", "processes"]
 
@@ -153,5 +154,5 @@ def _work(
         word = line.recv()  # ends with the word, or with the process that started this one
     except (EOFError, OSError):
         word = "stop"
-    if rpc.is_initialized():
+    with contextlib.suppress(NotInitialized):  # a call may have ended it already
         rpc.shutdown(graceful=word == "finish", timeout=_PATIENCE)

@@ -52,9 +52,10 @@ class MemorySharing(Protocol):
 
 
 class Connection(Protocol):
-    reads: int
-    """Grows whenever something has been read: a peer that is in the middle of a long message is
-    alive."""
+    @property
+    def reads(self) -> int:
+        """Grows whenever something has been read: a peer that is in the middle of a long message
+        is alive."""
 
     def send(
         self,
@@ -80,6 +81,9 @@ class Connection(Protocol):
 
     def poll(self) -> bool:
         """Whether `receive` would not wait."""
+
+    def fileno(self) -> int:
+        """A descriptor that becomes readable when something comes; -1 if there is none."""
 
     def set_timeout(self, seconds: float | None) -> None:
         """How long `send` and `receive` wait for the peer; None is for ever."""

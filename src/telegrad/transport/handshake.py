@@ -83,8 +83,8 @@ def answer(connection: Connection, secret: bytes) -> Identity:
     connection.send_bytes(
         _HELLO.pack(_MAGIC, PROTOCOL_VERSION, nonce) + _prove(secret, b"server", theirs, nonce, b"")
     )
-    packed = connection.receive_bytes(_IDENTITY.size)
-    proof = connection.receive_bytes(_PROOF)
+    last = connection.receive_bytes(_IDENTITY.size + _PROOF)
+    packed, proof = last[: _IDENTITY.size], last[_IDENTITY.size :]
     if not hmac.compare_digest(proof, _prove(secret, b"client", theirs, nonce, packed)):
         raise AuthenticationError("the other end does not know the cluster's secret")
     worker, target, purpose, incarnation, target_incarnation = _IDENTITY.unpack(packed)

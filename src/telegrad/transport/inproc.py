@@ -101,6 +101,9 @@ class InprocConnection:
                 return False
         return True
 
+    def fileno(self) -> int:
+        return -1
+
     def set_timeout(self, seconds: float | None) -> None:
         self._timeout = seconds
 

@@ -246,6 +246,9 @@ class SocketConnection:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
 
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
     def share_memory(self, memory: MemorySharing) -> None:
         if self._passes_descriptors:
             self._memory = memory

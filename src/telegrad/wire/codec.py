@@ -20,6 +20,7 @@ import torch
 
 from telegrad.errors import SerializationError, TelegradError
 from telegrad.wire.culprit import describe_type, locate, missing_global
+from telegrad.wire.frames import Limits
 from telegrad.wire.packing import pack
 from telegrad.wire.pickler import Reducer, ValuePickler
 from telegrad.wire.tensors import MAGIC
@@ -66,6 +67,8 @@ class Codec:
     """
 
     def __init__(self, reducers: Mapping[type, Reducer] | None = None) -> None:
+        self.limits = Limits()
+        """What the readers of its messages accept: anything larger is not encoded."""
         self._reducers = dict(reducers or {})
         self._handlers: dict[type, Any] = {}
         self._idle: list[ValuePickler] = []
@@ -85,7 +88,8 @@ class Codec:
             labels: what they call its items instead, if it is a tuple: ``("args", "kwargs")``.
 
         Raises:
-            SerializationError: something in the value cannot be sent; `path` says where.
+            SerializationError: something in the value cannot be sent; `path` says where. Or it is
+                larger than the limits allow.
         """
         # A pickler in use is in no list, so neither threads nor reducers that encode share one.
         try:
@@ -111,7 +115,24 @@ class Codec:
         if len(payload) < _POOLED_BYTES:
             pickler.reset()
             self._idle.append(pickler)
+        if encoded.buffers or len(payload) > self.limits.max_body:
+            self._check_size(encoded, root)
         return encoded
+
+    def _check_size(self, encoded: Encoded, root: str) -> None:
+        limits = self.limits
+        for name, size, limit in (
+            ("max_body", len(encoded.payload), limits.max_body),
+            ("max_buffers", len(encoded.buffers), limits.max_buffers),
+            ("max_message", sum(b.nbytes for b in encoded.buffers), limits.max_message),
+        ):
+            if size > limit:
+                unit = "large tensors" if name == "max_buffers" else "bytes"
+                raise SerializationError(
+                    f"the {root} is too large to send: {size} {unit} are over the limit of {limit} "
+                    f"({name} in the limits of RpcOptions). Send it in parts, or raise the limit "
+                    "on all workers"
+                )
 
     def decode(
         self,

@@ -85,6 +85,8 @@ class Flags(IntEnum):
 
     NO_ANSWER = 1
     """A post: the sender waits for nothing but, on a lane, a receipt."""
+    CONVERSATION = 2
+    """A post whose sender waits: what is posted back to it travels in the receipt."""
 
 
 class Header(NamedTuple):

@@ -46,6 +46,7 @@ from telegrad.wire.tensors import (
 __all__ = ["Table", "pack"]
 
 _PADDING: Final = tuple(bytes(n) for n in range(16))
+_TOLERATED_HOLES: Final = 4096  # bytes: below that a view keeps its strides
 _string_at = ctypes.string_at
 
 
@@ -202,7 +203,8 @@ class _Packer:
                     span = spans[first] = self._span(first, end - first, owner)
                 offset = address - first
             else:
-                if not address or (not contiguous and 2 * tensor.nbytes < size):
+                holes = 0 if contiguous else size - tensor.nbytes
+                if not address or holes > max(tensor.nbytes, _TOLERATED_HOLES):
                     # Without memory of its own (a lazy zero), or mostly holes: a dense copy.
                     tensor = _dense(tensor)
                     contiguous, address, size = True, tensor.data_ptr(), tensor.nbytes

@@ -304,7 +304,9 @@ _HANDLERS: dict[type, _Handler] = {
     torch._ops.OpOverloadPacket: _reduce_operator,
     torch.jit.ScriptFunction: _reduce_script_function,
     torch.jit.ScriptModule: _reduce_script_module,
-    torch._C.Future: _refuse("a Future cannot be sent: wait() for it, and send its value"),
+    torch._C.Future: _refuse(
+        "Can not pickle torch.futures.Future: wait() for it, and send its value"
+    ),
     types.GeneratorType: _refuse("generators cannot be sent; send or return a list"),
     types.AsyncGeneratorType: _refuse("generators cannot be sent; send or return a list"),
     types.CoroutineType: _refuse("coroutines cannot be sent; await it, and send its value"),

@@ -132,8 +132,9 @@ def _import(module: str, path: tuple[str, ...]) -> Any:
             found = getattr(found, attribute)
         except AttributeError as error:
             raise SerializationError(
-                f"module {module!r} has no {qualified!r} on this worker; do all workers run the "
-                f"same version of it?"
+                f"module {module!r} has no {qualified!r} on this worker. The RPC pickler does not "
+                f"serialize the code of functions that have a place in a module; do all workers "
+                f"run the same version of it?"
             ) from error
     return found
 

@@ -133,8 +133,7 @@ def rpc_sync(
         if torch.jit._builtins._find_builtin(func) is None:
             raise
         raise RuntimeError(
-            "Overloaded torch operator invoked from Python failed to match any schema:\n"
-            f"{error}"
+            f"Overloaded torch operator invoked from Python failed to match any schema:\n{error}"
         ) from error
 
 
@@ -261,6 +260,7 @@ def _finalize_shutdown() -> None:
         _destroy_rref_context(_ignore_rref_leak)
     finally:
         agent.shutdown()
+        gathering.forget_all()
         _cleanup_python_rpc_handler()
         _reset_current_rpc_agent()
 

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import collections
 import enum
+import sys
+import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -122,6 +125,7 @@ def start_agent(
         devices = device_list(facts.devices, facts.device_maps, reverse)
         if devices and torch.cuda.is_available():
             torch.cuda.init()
+        worker.agent.on_failure = partial(_print_failure, worker)
         worker.agent.watch_losses(lambda id_, _: gathering.worker_lost(_name(worker, id_)))
         agent = make(worker, store, options, reverse, devices)
         api._init_rpc_states(agent)
@@ -141,6 +145,12 @@ def _exchange(worker: Worker, facts: DeviceFacts) -> Sequence[DeviceFacts]:
         workers, tuple(facts), timeout=worker.agent.options.rpc_timeout
     )
     return [DeviceFacts(*found[id_]) for id_ in sorted(found)]
+
+
+def _print_failure(worker: Worker, error: BaseException) -> None:
+    """As torch's callee does: what a called function raised is printed where it ran, too."""
+    frames = "".join(traceback.format_exception(error))
+    print(f"On {worker.info}:\n{error!r}\n{frames}", file=sys.stderr)
 
 
 def _name(worker: Worker, worker_id: int) -> str:
@@ -175,8 +185,7 @@ def _tensorpipe_init_backend_handler(
         raise TypeError(f"`store` must be a c10d::Store. {store}")
     if not isinstance(rpc_backend_options, TensorPipeRpcBackendOptions):
         raise TypeError(
-            "`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`. "
-            f"{rpc_backend_options}"
+            f"`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`. {rpc_backend_options}"
         )
     options = to_rpc_options(rpc_backend_options)
     return start_agent(store, name, rank, world_size, rpc_backend_options, options)

@@ -53,9 +53,7 @@ def check_all(workers: Sequence[DeviceFacts], *, is_static_group: bool = True) -
 
 def _check_devices(worker: DeviceFacts) -> None:
     if len(set(worker.devices)) != len(worker.devices):
-        raise ValueError(
-            f"Node {worker.name} has duplicated devices\ndevices = {worker.devices}"
-        )
+        raise ValueError(f"Node {worker.name} has duplicated devices\ndevices = {worker.devices}")
     if not _are_valid(worker.devices, worker.device_count):
         raise ValueError(
             f"Node {worker.name} has devices with invalid indices\n"

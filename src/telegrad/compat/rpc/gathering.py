@@ -18,7 +18,7 @@ from telegrad.compat.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TI
 from telegrad.errors import RpcTimeout, TelegradError, WorkerLost
 from telegrad.rpc import current
 
-__all__ = ["AllGatherStates", "set_all_names", "worker_lost"]
+__all__ = ["AllGatherStates", "forget_all", "set_all_names", "worker_lost"]
 
 _log = logging.getLogger("telegrad.rpc")
 
@@ -43,10 +43,14 @@ _all_gather_sequence_id_to_states: collections.defaultdict[str, AllGatherStates]
 
 
 def set_all_names(names: set[str]) -> None:
-    """The workers of a group that has just been joined; its gatherings are counted anew."""
+    """The workers of a group that has just been joined. Others may have told something already."""
     global _all_names
+    _all_names = names
+
+
+def forget_all() -> None:
+    """The group is left: gatherings of the next one are counted anew."""
     with _all_gather_dict_lock:
-        _all_names = names
         _all_gather_sequence_id.clear()
         _all_gather_sequence_id_to_states.clear()
 
@@ -60,9 +64,7 @@ def _gather_to_leader(
             raise AssertionError(f"{worker_name} is not expected by leader.")
         states = _all_gather_sequence_id_to_states[sequence_id]
         if worker_name in states.gathered_objects:
-            raise AssertionError(
-                f"{worker_name} reported intent sequence id {sequence_id} twice. "
-            )
+            raise AssertionError(f"{worker_name} reported intent sequence id {sequence_id} twice. ")
         states.gathered_objects[worker_name] = obj
         states.awaited.discard(worker_name)
         if names == set(states.gathered_objects):

@@ -56,9 +56,7 @@ class _TensorPipeRpcBackendOptionsBase(RpcBackendOptions):
         self._transports = _transports
         self._channels = _channels
 
-    def _set_device_map(
-        self, worker: str, device_map: Mapping[torch.device, torch.device]
-    ) -> None:
+    def _set_device_map(self, worker: str, device_map: Mapping[torch.device, torch.device]) -> None:
         self.device_maps.setdefault(worker, {}).update(device_map)
 
 
@@ -135,8 +133,7 @@ def _to_device(device: DeviceType) -> torch.device:
     device = torch.device(device)
     if device.type != "cuda":
         raise ValueError(
-            "`set_devices` expect a list of CUDA devices, but got "
-            f"device type {device.type}."
+            f"`set_devices` expect a list of CUDA devices, but got device type {device.type}."
         )
     return device
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,13 +14,12 @@ from telegrad.compat.rpc import constants
 from telegrad.compat.rpc._testing.faulty_transport import (
     FaultPlan,
     FaultyTransport,
-    MessageLost,
     call_kind,
 )
 from telegrad.compat.rpc.agents import TensorPipeAgent
 from telegrad.compat.rpc.backend_registry import start_agent
 from telegrad.compat.rpc.options import RpcBackendOptions, to_rpc_options
-from telegrad.errors import RpcTimeout, RRefError
+from telegrad.errors import RpcTimeout, TelegradError
 from telegrad.rpc.rref import RRef
 
 __all__ = ["FaultyTensorPipeAgent", "FaultyTensorPipeRpcBackendOptions", "start"]
@@ -64,9 +64,7 @@ def start(
     rpc_options = replace(
         to_rpc_options(options), wrap_transport=lambda inner: FaultyTransport(inner, plan)
     )
-    agent = start_agent(
-        store, name, rank, world_size, options, rpc_options, FaultyTensorPipeAgent
-    )
+    agent = start_agent(store, name, rank, world_size, options, rpc_options, FaultyTensorPipeAgent)
     assert isinstance(agent, FaultyTensorPipeAgent)
     references: Any = agent.worker.references
     references.remote = _FaultyRemote(agent, plan, references.remote)
@@ -74,7 +72,8 @@ def start(
 
 
 class _FaultyRemote:
-    """`remote`, in which calls to oneself are lost and late, too: they pass no transport."""
+    """`remote`, whose requests are lost, which the caller is told at once; and those to oneself
+    are late: they pass no transport."""
 
     def __init__(
         self, agent: TensorPipeAgent, plan: FaultPlan, inner: Callable[..., RRef[Any]]
@@ -92,19 +91,27 @@ class _FaultyRemote:
         timeout: float | None = None,
     ) -> RRef[Any]:
         name = call_kind("REMOTE_CALL", func)
-        if to != self._agent.id:
-            return self._inner(to, func, args, kwargs, timeout)
-        table = self._agent.worker.references.table
-        if self._plan.loses([name], name.encode()):
-            entry, rref = table.new_owned()
-            entry.creation_failed(MessageLost(f"a {name} message was lost on purpose"))
-            entry.set_error(RRefError("it was never made: the message was lost on purpose"))
-            return rref
+        if self._plan.loses([name], uuid.uuid4().bytes):
+            return self._lost(to, TelegradError(f"a {name} message was lost on purpose"))
         delay = self._plan.delay([name])
         seconds = self._agent.worker.agent.rpc_timeout if timeout is None else timeout
-        if not delay or not 0 < seconds < delay:
+        if to != self._agent.id or not 0 < seconds < delay:
             return self._inner(to, func, args, kwargs, timeout)
-        entry, rref = table.new_owned()
+        return self._late(name, seconds)
+
+    def _lost(self, to: int, error: TelegradError) -> RRef[Any]:
+        table = self._agent.worker.references.table
+        if to == self._agent.id:
+            entry, rref = table.new_owned()
+            entry.creation_failed(error)
+            entry.set_error(error)
+        else:
+            _, fork_id, rref = table.new_user(to)
+            table.creation_failed(fork_id, error)
+        return rref
+
+    def _late(self, name: str, seconds: float) -> RRef[Any]:
+        entry, rref = self._agent.worker.references.table.new_owned()
         error = RpcTimeout(
             f"RPC ran for more than set timeout ({seconds * 1000:.0f} ms) and will now be marked "
             f"with an error: remote({name}) on this worker itself",

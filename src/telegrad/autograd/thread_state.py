@@ -1,0 +1,67 @@
+"""Values in torch's own thread-local state, which follows work onto torch's own threads.
+
+TorchScript's threads and the engine's device threads see what was set on the thread that gave them
+the work, where `threading.local` shows nothing.
+
+Torch lets go of these values when the thread ends, and needs the interpreter for it. A thread that
+ends while the interpreter shuts down does not get it any more, and the process aborts ("terminate
+called without an active exception"). `threading` counts a thread as ended before that point, so
+joining it is not enough: at exit we wait, a second at most, until the operating system has ended
+those threads that Python has.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import threading
+import time
+from typing import Any
+
+import torch
+
+__all__ = ["peek", "stash"]
+
+_PATIENCE = 1.0
+_MANY = 4096
+
+_used_by: set[int] = set()
+"""Threads that have such state, by their number in the operating system."""
+
+
+def stash(key: str, value: Any) -> None:
+    """Sets a value of this thread, and of the threads that torch runs its work on."""
+    torch._C._stash_obj_in_tls(key, value)
+    thread = threading.get_native_id()
+    if thread not in _used_by:
+        _note(thread)
+
+
+def peek(key: str, default: Any) -> Any:
+    return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else default
+
+
+def _note(thread: int) -> None:
+    _wait_at_exit()
+    if len(_used_by) >= _MANY:
+        for other in [other for other in _used_by.copy() if not _exists(other)]:
+            _used_by.discard(other)
+    _used_by.add(thread)
+
+
+@functools.cache
+def _wait_at_exit() -> None:
+    atexit.register(_wait_for_ended_threads)
+
+
+def _wait_for_ended_threads() -> None:
+    running = {thread.native_id for thread in threading.enumerate()}
+    ending = [thread for thread in _used_by.copy() if thread not in running]
+    give_up = time.monotonic() + _PATIENCE
+    while any(_exists(thread) for thread in ending) and time.monotonic() < give_up:
+        time.sleep(0.0005)
+
+
+def _exists(thread: int) -> bool:
+    return os.path.exists(f"/proc/self/task/{thread}")

@@ -1,0 +1,155 @@
+"""The part of a distributed optimizer that stands beside its parameters.
+
+A parameter's `.grad` belongs to the program on its worker; gradients of a context are put there only
+while the optimizer steps, and what was there is put back. Two optimizers, of two trainers, may share
+a parameter: so each parameter has a lock, shared with the others of the optimizer that met it first,
+and a step takes all locks of its parameters, always in the order in which they were made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from telegrad import autograd
+from telegrad.rpc import RRef
+
+__all__ = [
+    "Group",
+    "LocalOptimizer",
+    "LocalScheduler",
+    "new_local_optimizer",
+    "new_local_scheduler",
+]
+
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Parameters of one worker with options of their own."""
+
+    params: list[RRef[torch.Tensor]]
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True, order=True)
+class _ParameterLock:
+    number: int = field(default_factory=lambda: next(_numbers))
+    lock: threading.Lock = field(default_factory=threading.Lock, compare=False)
+
+
+_locks: Any = WeakIdKeyDictionary()  # parameter → its lock
+_locks_lock = threading.Lock()  # guards the table above
+
+
+def _locks_of(params: Sequence[torch.Tensor]) -> list[_ParameterLock]:
+    new = _ParameterLock()
+    with _locks_lock:
+        return sorted({_locks.setdefault(param, new) for param in params})
+
+
+class LocalOptimizer:
+    """An optimizer of this worker's parameters."""
+
+    def __init__(
+        self,
+        optimizer_class: type[torch.optim.Optimizer],
+        groups: Sequence[Group],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        local = [
+            {"params": [rref.local_value() for rref in group.params], **group.options}
+            for group in groups
+        ]
+        self._params: list[torch.Tensor] = [p for group in local for p in group["params"]]
+        is_plain = len(local) == 1 and not groups[0].options
+        self.optimizer = optimizer_class(self._params if is_plain else local, *args, **kwargs)
+        self._locks = _locks_of(self._params)
+
+    def step(self, context_id: int) -> None:
+        gradients = autograd.get_gradients(context_id)
+        with self.alone():
+            before = [param.grad for param in self._params]
+            try:
+                for param in self._params:
+                    param.grad = gradients.get(param)
+                self.optimizer.step()
+            finally:
+                for param, grad in zip(self._params, before, strict=True):
+                    param.grad = grad
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """While nobody else steps these parameters."""
+        with contextlib.ExitStack() as stack:
+            for parameter_lock in self._locks:
+                stack.enter_context(parameter_lock.lock)
+            yield
+
+    def state_dict(self) -> dict[str, Any]:
+        with self.alone():
+            return self.optimizer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        with self.alone():
+            self.optimizer.load_state_dict(state)
+
+
+class LocalScheduler:
+    """A learning-rate scheduler of a local optimizer."""
+
+    def __init__(
+        self,
+        optimizer: LocalOptimizer,
+        scheduler_class: type[Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        self._optimizer = optimizer
+        with optimizer.alone():
+            self._scheduler = scheduler_class(optimizer.optimizer, *args, **kwargs)
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        with self._optimizer.alone():
+            self._scheduler.step(*args, **kwargs)
+
+    def get_last_lr(self) -> list[float]:
+        rates: list[float] = self._scheduler.get_last_lr()
+        return rates
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = self._scheduler.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        with self._optimizer.alone():
+            self._scheduler.load_state_dict(state)
+
+
+def new_local_optimizer(
+    optimizer_class: type[torch.optim.Optimizer],
+    groups: Sequence[Group],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> RRef[LocalOptimizer]:
+    """Runs where the parameters are."""
+    return RRef(LocalOptimizer(optimizer_class, groups, args, kwargs))
+
+
+def new_local_scheduler(
+    optimizer: RRef[LocalOptimizer],
+    scheduler_class: type[Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> RRef[LocalScheduler]:
+    """Runs where the optimizer is."""
+    return RRef(LocalScheduler(optimizer.local_value(), scheduler_class, args, kwargs))

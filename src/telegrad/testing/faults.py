@@ -1,0 +1,314 @@
+"""Faults as data: what goes wrong in a run, said before it begins.
+
+::
+
+    faults = (
+        Faults(seed=0)
+        .drop(Kind.RREF_DELETE, times=3)
+        .delay(Kind.CALL, seconds=0.1)
+        .duplicate(Kind.RREF_FORK, times=1)
+        .kill_at(Kind.GRADIENTS, after=2, on="worker2")
+    )
+    with cluster(3, wrap_transport=faults):
+        ...
+
+A `Faults` stands between a worker and its transport and acts on what the worker sends, by kind of
+message. It is a value: each method returns a new one, it can be pickled, and every process counts
+for itself. All that telegrad promises holds under any of them, with one exception that is in the
+nature of the thing: a call whose request or reply is dropped ends in its timeout.
+
+The first rule that applies to a message decides its fate. A delayed message is copied and sent
+later by a thread of its own, so it may be overtaken.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from telegrad.rpc import current
+from telegrad.transport.base import (
+    Connection,
+    ConnectionClosed,
+    Listener,
+    MemorySharing,
+    Transport,
+    TransportTimeout,
+)
+from telegrad.wire.frames import Frame, Kind
+
+__all__ = ["Fault", "Faults"]
+
+Action = Literal["drop", "delay", "duplicate", "kill"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One rule."""
+
+    action: Action
+    kind: Kind
+    times: int | None
+    """How often it strikes; None is always."""
+    after: int
+    """How many messages of the kind pass before it strikes at all."""
+    chance: float
+    on: str | None
+    """The worker that it strikes; None is every one."""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Faults:
+    """Give it to `RpcOptions(wrap_transport=...)`.
+
+    Args:
+        seed: decides where `chance` leaves a choice, in each process alike.
+    """
+
+    seed: int = 0
+    rules: tuple[Fault, ...] = ()
+    _campaign: _Campaign = field(
+        default_factory=lambda: _Campaign(), init=False, repr=False, compare=False
+    )
+
+    def drop(
+        self,
+        kind: Kind,
+        *,
+        times: int | None = None,
+        after: int = 0,
+        chance: float = 1.0,
+        on: str | None = None,
+    ) -> Faults:
+        """Messages of this kind do not arrive."""
+        return self._and("drop", kind, times, after, chance, on)
+
+    def delay(
+        self,
+        kind: Kind,
+        *,
+        seconds: float,
+        times: int | None = None,
+        after: int = 0,
+        chance: float = 1.0,
+        on: str | None = None,
+    ) -> Faults:
+        """They arrive later; others may overtake them."""
+        return self._and("delay", kind, times, after, chance, on, seconds)
+
+    def duplicate(
+        self,
+        kind: Kind,
+        *,
+        times: int | None = None,
+        after: int = 0,
+        chance: float = 1.0,
+        on: str | None = None,
+    ) -> Faults:
+        """They arrive twice."""
+        return self._and("duplicate", kind, times, after, chance, on)
+
+    def kill_at(self, kind: Kind, *, after: int = 0, on: str | None = None) -> Faults:
+        """The process dies (`kill -9`) when it is about to send one of these, after so many."""
+        return self._and("kill", kind, 1, after, 1.0, on)
+
+    def _and(
+        self,
+        action: Action,
+        kind: Kind,
+        times: int | None,
+        after: int,
+        chance: float,
+        on: str | None,
+        seconds: float = 0.0,
+    ) -> Faults:
+        if not 0.0 <= chance <= 1.0:
+            raise ValueError(f"chance must be within 0 and 1, got {chance}")
+        if after < 0 or seconds < 0 or (times is not None and times < 0):
+            raise ValueError("times, after and seconds must not be negative")
+        rule = Fault(
+            action=action,
+            kind=Kind(kind),
+            times=times,
+            after=after,
+            chance=chance,
+            on=on,
+            seconds=seconds,
+        )
+        return replace(self, rules=(*self.rules, rule))
+
+    @property
+    def struck(self) -> Counter[tuple[str, Kind]]:
+        """How often each action has struck each kind of message in this process."""
+        return self._campaign.struck()
+
+    def __call__(self, transport: Transport) -> Transport:
+        return _FaultyTransport(transport, self)
+
+    def __reduce__(self) -> tuple[type[Faults], tuple[int, tuple[Fault, ...]]]:
+        return Faults, (self.seed, self.rules)
+
+    def fate_of(self, kind: Kind) -> Fault | None:
+        """What happens to a message that is about to be sent; counts it."""
+        rules = [rule for rule in self.rules if rule.kind is kind]
+        return self._campaign.choose(self, rules) if rules else None
+
+
+class _Campaign:
+    """What has happened in this process so far."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards the fields below
+        self._seen: Counter[Fault] = Counter()
+        self._strikes: Counter[Fault] = Counter()
+        self._random: random.Random | None = None
+
+    def struck(self) -> Counter[tuple[str, Kind]]:
+        with self._lock:
+            counts: Counter[tuple[str, Kind]] = Counter()
+            for rule, count in self._strikes.items():
+                counts[rule.action, rule.kind] += count
+            return counts
+
+    def choose(self, faults: Faults, rules: Sequence[Fault]) -> Fault | None:
+        worker = current.acting()
+        name = None if worker is None else worker.info.name
+        with self._lock:
+            if self._random is None:
+                self._random = random.Random(faults.seed)
+            chosen = None
+            for rule in rules:
+                if rule.on is not None and rule.on != name:
+                    continue
+                self._seen[rule] += 1
+                if chosen is None and self._strikes_now(rule, self._random):
+                    self._strikes[rule] += 1
+                    chosen = rule
+            return chosen
+
+    def _strikes_now(self, rule: Fault, chances: random.Random) -> bool:
+        return (
+            self._seen[rule] > rule.after
+            and (rule.times is None or self._strikes[rule] < rule.times)
+            and (rule.chance == 1.0 or chances.random() < rule.chance)
+        )
+
+
+class _FaultyTransport:
+    def __init__(self, transport: Transport, faults: Faults) -> None:
+        self._transport = transport
+        self._faults = faults
+
+    def listen(self) -> Listener:
+        return _FaultyListener(self._transport.listen(), self._faults)
+
+    def connect(self, address: str, timeout: float) -> Connection:
+        return _FaultyConnection(self._transport.connect(address, timeout), self._faults)
+
+
+class _FaultyListener:
+    def __init__(self, listener: Listener, faults: Faults) -> None:
+        self._listener = listener
+        self._faults = faults
+
+    @property
+    def address(self) -> str:
+        return self._listener.address
+
+    def accept(self) -> Connection:
+        return _FaultyConnection(self._listener.accept(), self._faults)
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+class _FaultyConnection:
+    """A connection whose messages meet their fate on the way out."""
+
+    def __init__(self, connection: Connection, faults: Faults) -> None:
+        self._connection = connection
+        self._faults = faults
+        self._send_lock = threading.Lock()  # delayed messages leave from threads of their own
+
+    @property
+    def reads(self) -> int:
+        return self._connection.reads
+
+    def send(
+        self,
+        kind: Kind,
+        flags: int = 0,
+        call_id: int = 0,
+        context_id: int = -1,
+        message_id: int = -1,
+        body: Sequence[bytes | memoryview] = (),
+        buffers: Sequence[memoryview] = (),
+    ) -> None:
+        fault = self._faults.fate_of(kind)
+        action = None if fault is None else fault.action
+        if action == "drop":
+            return
+        if action == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fault is not None and action == "delay":
+            copies = [memoryview(bytes(buffer)) for buffer in buffers]
+            late = (kind, flags, call_id, context_id, message_id, [b"".join(body)], copies)
+            timer = threading.Timer(fault.seconds, self._send_late, late)
+            timer.daemon = True
+            timer.start()
+            return
+        with self._send_lock:
+            for _ in range(2 if action == "duplicate" else 1):
+                self._connection.send(kind, flags, call_id, context_id, message_id, body, buffers)
+
+    def _send_late(
+        self,
+        kind: Kind,
+        flags: int,
+        call_id: int,
+        context_id: int,
+        message_id: int,
+        body: Sequence[bytes],
+        buffers: Sequence[memoryview],
+    ) -> None:
+        try:
+            with self._send_lock:
+                self._connection.send(kind, flags, call_id, context_id, message_id, body, buffers)
+        except (ConnectionClosed, TransportTimeout):
+            pass  # it came too late for this connection
+
+    def receive(self) -> Frame:
+        return self._connection.receive()
+
+    def send_bytes(self, data: bytes) -> None:
+        self._connection.send_bytes(data)
+
+    def receive_bytes(self, length: int) -> bytes:
+        return self._connection.receive_bytes(length)
+
+    def poll(self) -> bool:
+        return self._connection.poll()
+
+    def fileno(self) -> int:
+        return self._connection.fileno()
+
+    def set_timeout(self, seconds: float | None) -> None:
+        self._connection.set_timeout(seconds)
+
+    def share_memory(self, memory: MemorySharing) -> None:
+        self._connection.share_memory(memory)
+
+    def interrupt(self) -> None:
+        self._connection.interrupt()
+
+    def close(self) -> None:
+        self._connection.interrupt()  # ends a late message that is being sent
+        with self._send_lock:
+            self._connection.close()
