@@ -26,7 +26,7 @@ import telegrad.rpc
 
 Op = Callable[[], object]
 
-ROUNDS = 7
+ROUNDS = 5
 SECONDS_A_ROUND = 0.25
 
 
@@ -107,7 +107,7 @@ def _time(op: Op) -> float:
     """The median of one round's runs."""
     runs = []
     end = time.perf_counter() + SECONDS_A_ROUND
-    while len(runs) < 5 or time.perf_counter() < end:
+    while len(runs) < 3 or time.perf_counter() < end:
         begun = time.perf_counter()
         own = op()  # a float is what it has timed itself
         runs.append(own if isinstance(own, float) else time.perf_counter() - begun)

@@ -13,10 +13,19 @@ from bench.harness import SIDES, Case, Op, Result, Side, median_of
 TINY = torch.ones(4, requires_grad=True)
 
 
+@cache
+def weight() -> torch.Tensor:
+    return torch.ones(4, requires_grad=True)
+
+
+def scale(x: torch.Tensor) -> torch.Tensor:
+    return x * weight()
+
+
 def tiny_step(side: Side) -> Op:
     def run() -> None:
         with side.autograd.context() as context_id:
-            loss = side.rpc.rpc_sync("worker1", torch.mul, args=(TINY, TINY)).sum()
+            loss = side.rpc.rpc_sync("worker1", scale, args=(TINY,)).sum()
             side.autograd.backward(context_id, [loss])
             side.autograd.get_gradients(context_id)
 

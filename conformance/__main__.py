@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from conformance.expected_failures import expected_failures
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the tests under way end, too
     tests = suites.load(on_torch=options.torch)
     chosen = [t for t in tests if not options.names or any(n in str(t) for n in options.names)]
     chosen = chosen * options.repeat

@@ -21,7 +21,8 @@ _ERROR = re.compile(r"[\w.]*(Error|Lost|Timeout|Exception|NotInitialized)\b")
 def brief(reason: str) -> str:
     """The one line of a report that tells most: how the first process failed that did not merely
     lose another one."""
-    told = [_last_error(part) for part in _PROCESS.split(reason) if part.strip()]
+    whole, *processes = _PROCESS.split(reason)
+    told = [_last_error(part) for part in processes or [whole]]
     own = [line for line in told if line and "WorkerLost" not in line]
     return ([line for line in own or told if line] or ["no reason was given"])[0][:300]
 
@@ -36,12 +37,12 @@ def table(outcomes: Sequence[Outcome]) -> str:
     """Passed, failed and skipped per suite, with what torch's RPC passes of the same suite."""
     yardstick = load_yardstick()
     counts: dict[str, collections.Counter[str]] = {}
-    seconds: collections.Counter[str] = collections.Counter()
+    seconds: collections.defaultdict[str, float] = collections.defaultdict(float)
     for outcome in outcomes:
         suite = outcome.test.suite
         counts.setdefault(suite, collections.Counter())[outcome.status] += 1
         seconds[suite] += outcome.seconds
-    rows = [("suite", *_STATUSES, "seconds", "torch's RPC passes")]
+    rows: list[tuple[str, ...]] = [("suite", *_STATUSES, "seconds", "torch's RPC passes")]
     for suite, count in counts.items():
         theirs = yardstick.get(suite, {})
         mark = f"{theirs['passed']} of {sum(theirs.values())}" if theirs else "not measured"

@@ -26,7 +26,7 @@ from conformance.suites import TestId, make_case
 __all__ = ["Outcome", "run_all"]
 
 _fork = multiprocessing.get_context("fork")
-_DUMP_SECONDS = 2.0
+_DUMP_SECONDS = 0.3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ def run_all(tests: Sequence[TestId], *, jobs: int, timeout: float) -> Iterator[O
 
 def _start(test: TestId) -> _Running:
     ours, theirs = _fork.Pipe(duplex=False)
-    output = tempfile.TemporaryFile()
+    output = tempfile.TemporaryFile()  # noqa: SIM115 - until the test has ended
     process = _fork.Process(target=_run, args=(test, theirs, output.fileno()))
     process.start()
     theirs.close()
@@ -123,8 +123,25 @@ def _finish(run: _Running, timeout: float) -> Outcome:
 
 
 def _dump_stacks(run: _Running) -> None:
-    _signal(run, signal.SIGUSR1)
-    run.process.join(_DUMP_SECONDS)  # the dumps take a moment, and nobody tells when they are done
+    for pid in _group(run):
+        try:
+            os.kill(pid, signal.SIGUSR1)
+        except ProcessLookupError:
+            continue  # it has just ended
+        time.sleep(_DUMP_SECONDS)  # nobody tells when a dump is done, and two at once mix
+
+
+def _group(run: _Running) -> list[int]:
+    """The processes of a test."""
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                if os.getpgid(int(name)) == run.process.pid:
+                    found.append(int(name))
+            except ProcessLookupError:
+                continue  # it has just ended
+    return sorted(found)
 
 
 def _kill(run: _Running) -> None:

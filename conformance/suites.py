@@ -51,7 +51,7 @@ def load(*, on_torch: bool) -> list[TestId]:
     def fork_processes(self: Any) -> None:
         self._start_processes(torch.multiprocessing.get_context("fork").Process)
 
-    rpc_utils.SpawnHelper._spawn_processes = fork_processes
+    rpc_utils.SpawnHelper._spawn_processes = fork_processes  # type: ignore[method-assign]
     tests: list[TestId] = []
     for fixture, suites in (
         (
@@ -60,7 +60,7 @@ def load(*, on_torch: bool) -> list[TestId]:
         ),
         (FaultyRpcAgentTestFixture, rpc_utils.FAULTY_AGENT_TESTS),
     ):
-        generated = rpc_utils.generate_tests("", fixture, suites, __name__)
+        generated: dict[str, Any] = rpc_utils.generate_tests("", fixture, suites, __name__)
         _classes.update(generated)
         globals().update(generated)  # tests pickle themselves by this module's name
         for name, class_ in generated.items():

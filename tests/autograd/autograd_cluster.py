@@ -38,7 +38,32 @@ class SimulatedMessenger:
         self.handlers, self.watchers, self.timers = {}, [], []
 
     def post(self, to, kind, body):
-        self.network.post(self.worker_id, to, kind, copied(body))
+        talk = getattr(self.network.thread, "talk", None)
+        is_dropped = self.network.dropped(self.worker_id, to, kind)
+        if talk is not None and talk[:2] == (self.worker_id, to) and not is_dropped:
+            self.network.sent[kind] += 1
+            talk[2].append((kind, copied(body)))
+        else:
+            self.network.post(self.worker_id, to, kind, copied(body))
+
+    def converse(self, to, kind, body, interruption):
+        """Runs the handler here and now, or does as if interrupted at once: then what comes back
+        takes the usual way, in any order."""
+        is_dropped = self.network.dropped(self.worker_id, to, kind)
+        if self.network.tosses_tails() or is_dropped or {to, self.worker_id} & self.network.dead:
+            self.post(to, kind, body)
+            return []
+        self.network.sent[kind] += 1
+        came = []
+        self.network.thread.talk = (to, self.worker_id, came)
+        try:
+            self.network.messengers[to].handlers[kind](self.worker_id, copied(body))
+        finally:
+            self.network.thread.talk = None
+        return came
+
+    def end_conversation(self):
+        self.network.thread.talk = None
 
     def request(self, to, kind, body, *, timeout=None):
         raise NotImplementedError
@@ -58,6 +83,7 @@ class SimulatedMessenger:
 class Cluster:
     def __init__(self, size, *, seed=0, threads=1):
         self._random = random.Random(seed)
+        self.thread = threading.local()
         self._changed = threading.Condition()
         self._pending = []
         self._busy = 0
@@ -71,6 +97,10 @@ class Cluster:
         self._threads = [threading.Thread(target=self._deliver) for _ in range(threads)]
         for thread in self._threads:
             thread.start()
+
+    def tosses_tails(self):
+        with self._changed:
+            return self._random.random() < 0.5
 
     def __enter__(self):
         return self

@@ -689,6 +689,7 @@ def test_backward_is_local_without_a_context_and_autograds_with_one(cluster):
         user.backward()
     with pytest.raises(RRefError, match=r"RRef should contain a tensor for .backward\(\)"):
         cluster.on(0, RRef, "foo").backward()
+    before = set_rref_backward(None)
     with pytest.raises(RRefError, match="not loaded"):
         user.backward(5)
     calls = []
@@ -697,7 +698,7 @@ def test_backward_is_local_without_a_context_and_autograds_with_one(cluster):
         user.backward(5, retain_graph=True)
         rref.backward(6)
     finally:
-        set_rref_backward(None)
+        set_rref_backward(before)
     assert calls == [(user, 5, True), (rref, 6, False)]
 
 

@@ -314,4 +314,3 @@ def in_use():
         if peer.memory is not None
         for segment in peer.memory._own.values()
     )
-

@@ -120,9 +120,7 @@ def receive_all(data: bytes, limits: Limits = LIMITS) -> tuple[int, Exception]:
             connection.close()
 
 
-def header(
-    kind=Kind.CALL, flags=0, buffers=0, body=0, call=0, magic=b"TG"
-) -> bytes:
+def header(kind=Kind.CALL, flags=0, buffers=0, body=0, call=0, magic=b"TG") -> bytes:
     return magic + pack_header(kind, flags, buffers, call, -1, -1, body)[2:]
 
 

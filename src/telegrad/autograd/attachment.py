@@ -56,4 +56,4 @@ def _backward_from(rref: RRef[Any], context_id: int, retain_graph: bool) -> None
 
 
 def _backward_at_owner(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
-    autograd.backward(context_id, [rref.local_value()], retain_graph)
+    rref.backward(context_id, retain_graph)

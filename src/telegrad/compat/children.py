@@ -47,7 +47,7 @@ def follow() -> None:
 def unfollow() -> None:
     global _original
     if _original is not None:
-        multiprocessing.spawn.get_preparation_data = _original
+        multiprocessing.spawn.get_preparation_data = _original  # type: ignore[assignment]
         _original = None
 
 

@@ -3,8 +3,8 @@
 Two things happen. `sys.modules` gets telegrad's modules under torch's names, so every import from
 now on finds them. And every module that is loaded already is looked through for names bound to what
 was torch's (`from torch.distributed.rpc import rpc_sync` at the top of a program, `RRef` inside
-torch's DistributedDataParallel and TorchScript compiler): they are bound to telegrad's. What is kept
-elsewhere, in a closure or as an attribute of an object, is not found: call `install()` before that.
+torch's DistributedDataParallel and TorchScript compiler): they are bound to telegrad's. What is
+kept elsewhere, in a closure or as an attribute of an object, is not found: call `install()` before.
 
 (Rejected: an import hook, which comes too late, since `import torch` itself imports torch's RPC;
 filling torch's own module objects with telegrad's functions, which then would not see what a
@@ -19,7 +19,7 @@ import threading
 import types
 from typing import Any, NamedTuple
 
-from telegrad.compat import children
+from telegrad.compat import children, futures
 
 __all__ = ["install", "is_installed", "uninstall"]
 
@@ -115,7 +115,7 @@ def install() -> None:
                 new.modules[name] = loaded
             sys.modules[name] = module
             _bind_in_parent(name, module)
-        new.bindings = _rebind(_replacements(new.modules, ours))
+        new.bindings = _rebind(_replacements(new.modules, ours) | _future_functions())
         children.follow()
         _installed = new
 
@@ -153,8 +153,8 @@ def uninstall() -> None:
 
 
 def _module_or_none(name: str) -> types.ModuleType | None:
-    parent, _, _ = name.rpartition(".")
-    if parent not in sys.modules:
+    package = ".".join(name.split(".")[:3])  # torch.distributed.nn, say
+    if package not in sys.modules:
         return None  # nobody asked for it: it will be torch's when somebody does
     module = importlib.import_module(name)
     _bind_in_parent(name, module)
@@ -201,6 +201,15 @@ def _replacements(
     return found
 
 
+def _future_functions() -> dict[int, tuple[Any, Any]]:
+    theirs = importlib.import_module("torch.futures")
+    return {
+        id(old): (old, getattr(futures, name))
+        for name in futures.__all__
+        if (old := getattr(theirs, name)) is not None
+    }
+
+
 def _rebind(replacements: dict[int, tuple[Any, Any]]) -> list[_Binding]:
     """Binds the names of all loaded modules anew; returns what they were bound to."""
     done = []
@@ -208,8 +217,8 @@ def _rebind(replacements: dict[int, tuple[Any, Any]]) -> list[_Binding]:
     for module_name, module in list(sys.modules.items()):
         if not isinstance(module, types.ModuleType) or module.__name__ in own:
             continue
-        if module_name.startswith("telegrad."):
-            continue
+        if module_name.startswith(("telegrad.", *_OWN_PLACES)):
+            continue  # what torch's own consists of stays as it is
         for name, value in list(vars(module).items()):
             pair = replacements.get(id(value))
             if pair is not None and pair[0] is value:

@@ -63,14 +63,12 @@ class RemoteModule(_RemoteModule):
         super().__init__(remote_device, module_cls, args, kwargs)
 
     @staticmethod
-    def init_from_module_rref(  # type: ignore[override]  # torch has a static method
+    def init_from_module_rref(  # torch has a static method
         remote_device: str, module_rref: RRef[nn.Module], _module_interface_cls: Any = None
     ) -> native.RemoteModule:
         """A remote module of a module that is there already."""
         _refuse_interface(_module_interface_cls)
-        make = native.RemoteModule.init_from_module_rref.__func__  # type: ignore[attr-defined]
-        module: native.RemoteModule = make(RemoteModule, remote_device, module_rref)
-        return module
+        return native.from_module_rref(RemoteModule, remote_device, module_rref)
 
 
 def _refuse_interface(interface: Any) -> None:

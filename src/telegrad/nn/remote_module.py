@@ -7,14 +7,14 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.distributed import _remote_device
+from torch.distributed.remote_device import _remote_device
 from torch.futures import Future
 from torch.utils._pytree import tree_map
 
 from telegrad import rpc
 from telegrad.errors import NotInitialized, RRefError
 from telegrad.rpc import RRef
-from telegrad.rpc.remote import reducers
+from telegrad.rpc.remote import register_reducer
 
 __all__ = ["RemoteModule"]
 
@@ -114,18 +114,16 @@ class RemoteModule(nn.Module):
         Args:
             remote_device: the worker and device of the module.
         """
-        module = cls.__new__(cls)
-        nn.Module.__init__(module)
-        module._place(remote_device)
-        module.module_rref = module_rref
-        return module
+        return from_module_rref(cls, remote_device, module_rref)
 
     def _place(self, remote_device: str) -> None:
         if not rpc.is_initialized():
             raise NotInitialized("RemoteModule only works in RPC: call init_rpc() first")
         place = _remote_device(remote_device)
-        name = place.worker_name()
-        self.on = name if name is not None else place.rank()
+        worker = place.worker_name() if place.rank() is None else place.rank()
+        if worker is None:
+            raise ValueError(f"remote_device {remote_device!r} names no worker")
+        self.on = worker
         self.device = str(place.device())
         self.is_device_map_set = self._has_device_map()
         self.is_scriptable = False
@@ -138,15 +136,15 @@ class RemoteModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module's `forward` returns there."""
-        return rpc.rpc_sync(self.module_rref.owner(), _forward, self._call(args, kwargs))
+        return rpc.rpc_sync(self.module_rref.owner().id, _forward, self._call(args, kwargs))
 
     def forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
         """The same, as a future."""
-        return rpc.rpc_async(self.module_rref.owner(), _forward, self._call(args, kwargs))
+        return rpc.rpc_async(self.module_rref.owner().id, _forward, self._call(args, kwargs))
 
     def forward_rref(self, *args: Any, **kwargs: Any) -> RRef[Any]:
         """The same, as a reference: the result stays there."""
-        return rpc.remote(self.module_rref.owner(), _forward, self._call(args, kwargs))
+        return rpc.remote(self.module_rref.owner().id, _forward, self._call(args, kwargs))
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         return self.module_rref, self.device, self.is_device_map_set, args, kwargs
@@ -154,7 +152,7 @@ class RemoteModule(nn.Module):
     def remote_parameters(self, recurse: bool = True) -> list[RRef[nn.Parameter]]:
         """References to the module's parameters, for a `DistributedOptimizer`."""
         found: list[RRef[nn.Parameter]] = rpc.rpc_sync(
-            self.module_rref.owner(), _parameter_rrefs, (self.module_rref, recurse)
+            self.module_rref.owner().id, _parameter_rrefs, (self.module_rref, recurse)
         )
         return found
 
@@ -164,7 +162,7 @@ class RemoteModule(nn.Module):
 
     def train(self, mode: bool = True) -> RemoteModule:
         """Sets the module, there, to training or evaluation."""
-        rpc.rpc_sync(self.module_rref.owner(), _set_training, (self.module_rref, mode))
+        rpc.rpc_sync(self.module_rref.owner().id, _set_training, (self.module_rref, mode))
         self.training = mode
         return self
 
@@ -200,6 +198,17 @@ class RemoteModule(nn.Module):
         return module
 
 
+def from_module_rref(
+    cls: type[RemoteModule], remote_device: str, module_rref: RRef[nn.Module]
+) -> RemoteModule:
+    """See `RemoteModule.init_from_module_rref`."""
+    module = cls.__new__(cls)
+    nn.Module.__init__(module)
+    module._place(remote_device)
+    module.module_rref = module_rref
+    return module
+
+
 def _refuse(name: str) -> Callable[..., NoReturn]:
     def method(self: RemoteModule, *args: Any, **kwargs: Any) -> NoReturn:
         raise ValueError(f"Method ``{name}`` not supported for RemoteModule")
@@ -222,7 +231,7 @@ def _rebuild(cls: type[RemoteModule], fields: Mapping[str, Any]) -> RemoteModule
     return cls._from_fields(fields)
 
 
-reducers[RemoteModule] = _reduce
+register_reducer(RemoteModule, _reduce)
 
 
 # -- at the owner

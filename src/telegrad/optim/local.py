@@ -1,9 +1,9 @@
 """The part of a distributed optimizer that stands beside its parameters.
 
-A parameter's `.grad` belongs to the program on its worker; gradients of a context are put there only
-while the optimizer steps, and what was there is put back. Two optimizers, of two trainers, may share
-a parameter: so each parameter has a lock, shared with the others of the optimizer that met it first,
-and a step takes all locks of its parameters, always in the order in which they were made.
+A parameter's `.grad` belongs to the program on its worker; gradients of a context are put there
+only while the optimizer steps, and what was there is put back. Two optimizers, of two trainers, may
+share a parameter: so each parameter has a lock, shared with the others of the optimizer that met it
+first, and a step takes all locks of its parameters, always in the order in which they were made.
 """
 
 from __future__ import annotations

@@ -236,7 +236,8 @@ class Agent:
                 call.expire()
 
         if call.seconds:
-            self.network.clock.call_later(call.seconds, expire)
+            # Not on the clock's thread: it runs the callbacks of a program.
+            self.network.clock.call_later(call.seconds, partial(self.network.work.submit, expire))
         self.network.work.submit(partial(self._serve, self.info.id, frame, reply))
 
     # -- messages of the layers above
@@ -364,9 +365,7 @@ class Agent:
 
     def _serve_conversation(self, source: int, frame: Frame, send: Send) -> None:
         def post(kind: Kind, payload: bytes) -> None:
-            self.network.peer(source).post(
-                kind, NO_CONTEXT, -1, (payload,), (), lambda: kind.name
-            )
+            self.network.peer(source).post(kind, NO_CONTEXT, -1, (payload,), (), lambda: kind.name)
 
         conversation = Conversation(source, frame, send, post)
         self._thread.conversation = conversation
@@ -476,9 +475,7 @@ class Agent:
         except (ConnectionClosed, TransportTimeout):
             pass  # nobody waits for this any more
 
-    def _answer_deferred(
-        self, source: int, frame: Frame, send: Send, future: Future[Any]
-    ) -> None:
+    def _answer_deferred(self, source: int, frame: Frame, send: Send, future: Future[Any]) -> None:
         try:
             value = future.wait()  # it is done: this does not wait
         except Exception as error:  # noqa: BLE001 - it belongs to the caller

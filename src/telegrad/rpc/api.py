@@ -165,8 +165,10 @@ def remote(
     """Runs `func` on worker `to`, which keeps the result, and returns a reference to it at once.
 
     Args:
-        timeout: seconds within which the owner must have taken note of the call, not for the
-            function itself. If it has not, uses of the reference raise that.
+        timeout: seconds within which the value must have been made. If it has not, uses of the
+            reference raise that; the function may still be running. 0 is no limit. By default the
+            owner must have taken note of the call within `RpcOptions.rpc_timeout`, and the function
+            may take as long as it needs.
     """
     worker = current.current()
     return worker.references.remote(

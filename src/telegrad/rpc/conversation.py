@@ -37,6 +37,7 @@ class Interruption:
         self._descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lock = threading.Lock()  # a closed descriptor's number may be somebody else's
         self._is_closed = False
+        self._pollers: dict[int, select.poll] = {}  # a pass mostly waits on the same few lanes
 
     def interrupt(self) -> None:
         with self._lock:
@@ -45,9 +46,11 @@ class Interruption:
 
     def wait_for(self, descriptor: int) -> bool:
         """Waits until `descriptor` can be read or has ended; False if interrupted before."""
-        poller = select.poll()
-        poller.register(descriptor, select.POLLIN)
-        poller.register(self._descriptor, select.POLLIN)
+        poller = self._pollers.get(descriptor)
+        if poller is None:
+            poller = self._pollers[descriptor] = select.poll()
+            poller.register(descriptor, select.POLLIN)
+            poller.register(self._descriptor, select.POLLIN)
         return any(ready == descriptor for ready, _ in poller.poll())
 
     def close(self) -> None:

@@ -134,7 +134,5 @@ class Gatherings:
             else:
                 name = self._agent.network.name_of(missing) or str(missing)
                 answer.set_exception(
-                    WorkerLost(
-                        f"worker {name!r} was lost before all workers had met", worker=name
-                    )
+                    WorkerLost(f"worker {name!r} was lost before all workers had met", worker=name)
                 )

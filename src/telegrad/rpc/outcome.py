@@ -10,6 +10,8 @@ from __future__ import annotations
 import traceback
 from typing import NamedTuple
 
+import torch
+
 from telegrad.errors import RemoteError, SerializationError
 from telegrad.rpc.worker_info import WorkerInfo
 from telegrad.wire.codec import Codec, Encoded
@@ -41,9 +43,11 @@ def pack_failure(codec: Codec, error: BaseException, worker: WorkerInfo) -> Enco
     # Twice packed, so that failing to rebuild it there costs nothing but its type.
     packed: bytes | None = None
     try:
-        encoded = codec.encode(_without_traceback(error))
-        if not encoded.buffers:
-            packed = encoded.payload
+        # TorchScript's error is no RuntimeError, and nothing but a text: a RemoteError serves
+        # programs better, which catch that around their calls.
+        if not isinstance(error, torch.jit.Error):
+            encoded = codec.encode(_without_traceback(error))
+            packed = None if encoded.buffers else encoded.payload
     except Exception:  # noqa: BLE001 - an exception may hold anything: then its text must do
         packed = None
     name = f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins.")

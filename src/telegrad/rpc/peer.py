@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from telegrad.errors import AuthenticationError, ProtocolError, RpcTimeout, WorkerLost
+from telegrad.rpc.conversation import Interruption
 from telegrad.rpc.liveness import (
     Connected,
     DeclareLost,
@@ -37,7 +38,6 @@ from telegrad.rpc.liveness import (
     State,
     TimePassed,
 )
-from telegrad.rpc.conversation import Interruption
 from telegrad.rpc.multiplex import Multiplex
 from telegrad.rpc.worker_info import WorkerInfo
 from telegrad.transport.base import Connection, ConnectionClosed, TransportTimeout
@@ -208,14 +208,18 @@ class Peer:
                 return None  # told to all who watch
 
         try:
-            lane.set_timeout(None)
+            lane.set_timeout(_POST_SECONDS)
             lane.send(kind, Flags.CONVERSATION, number, -1, -1, body, buffers)
             descriptor = lane.fileno()
-            if descriptor < 0 or lane.poll() or interruption.wait_for(descriptor):
+            if descriptor < 0:
+                lane.set_timeout(None)
                 return receipt()
-        except ConnectionClosed as error:
+            if interruption.wait_for(descriptor):
+                return receipt()
+            lane.set_timeout(None)
+        except (ConnectionClosed, TransportTimeout) as error:
             self._discard(lane)
-            self.lose(str(error))
+            self.lose(str(error) or f"it has taken no message for {_POST_SECONDS:g} seconds")
             raise self.loss(what()) from None
         except WorkerLost:
             raise

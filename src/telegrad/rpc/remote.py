@@ -3,7 +3,8 @@
 A REMOTE message names the reference and its creator's fork in front of the call. The owner
 registers both, answers, and only then runs the function: the creator's reference is confirmed as
 soon as it can be, however long the function takes, and what the function raises is kept in the
-reference. A fetch waits at the owner without a thread until the value is there.
+reference. A call with a timeout of its own is answered when the function is done: the timeout is
+for that. A fetch waits at the owner without a thread until the value is there.
 """
 
 from __future__ import annotations
@@ -11,14 +12,16 @@ from __future__ import annotations
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch.futures import Future
 
-from telegrad.errors import RRefError, TelegradError
+from telegrad.errors import RpcTimeout, RRefError, TelegradError
 from telegrad.ids import ForkId, RRefId
 from telegrad.rpc.agent import Agent, AsyncCall, checked_future, name_in
 from telegrad.rpc.network import Send
@@ -30,12 +33,26 @@ from telegrad.rpc.worker_info import WorkerInfo
 from telegrad.wire.codec import Codec, Encoded, Reducer
 from telegrad.wire.frames import Frame, Kind
 
-__all__ = ["RemoteReferences", "reducers"]
+__all__ = ["REMOTE_HEAD", "RemoteReferences", "register_reducer"]
 
-reducers: dict[type, Reducer] = {}
-"""How objects of further types are packed, by all workers that are started from now on."""
+_reducers: dict[type, Reducer] = {}
+_codecs: weakref.WeakSet[Codec] = weakref.WeakSet()  # of the workers of this process
 
-_IDS = struct.Struct("<qqqq")
+
+def register_reducer(cls: type, reducer: Reducer) -> None:
+    """Says how objects of a type, and of its subtypes, are packed for other workers.
+
+    Args:
+        reducer: takes the object and the id of the worker it goes to; returns what `__reduce__`
+            would. What it returns may hold references.
+    """
+    _reducers[cls] = reducer
+    for codec in list(_codecs):
+        codec.register(cls, reducer)
+
+
+REMOTE_HEAD = struct.Struct("<qqqq?")
+"""The reference, its creator's fork, and whether to answer only when the function is done."""
 
 
 class RemoteReferences:
@@ -45,7 +62,8 @@ class RemoteReferences:
     table: RRefTable
 
     def __init__(self) -> None:
-        self.codec = _ReferenceCodec({RRef: self._reduce, **reducers})
+        self.codec = _ReferenceCodec({RRef: self._reduce, **_reducers})
+        _codecs.add(self.codec)
 
     def connect(self, agent: Agent, *, is_successor: bool) -> None:
         """
@@ -63,7 +81,7 @@ class RemoteReferences:
         )
         self.table.start()
         agent.handle(Kind.RREF_FETCH, self._on_fetch)
-        agent.handle_frame(Kind.REMOTE, self._on_remote, _IDS.size)
+        agent.handle_frame(Kind.REMOTE, self._on_remote, REMOTE_HEAD.size)
         agent.admission = self._admission
 
     def _reduce(self, rref: RRef[Any], destination: int) -> Any:
@@ -92,19 +110,32 @@ class RemoteReferences:
             agent.call_async(to, func, args, kwargs, timeout=0).add_done_callback(
                 partial(_fill, entry)
             )
+            if timeout:
+                agent.call_later(timeout, partial(self._expire, entry, timeout, func))
             return rref
         rref_id, fork_id, rref = self.table.new_user(to)
         try:
             head, encoded, context, message = agent.pack_call(to, func, args, kwargs)
             call = AsyncCall(agent, to, context, lambda: f"remote({describe_function(func)})")
             call.future.add_done_callback(partial(self._created, fork_id))
-            ids = _IDS.pack(*rref_id, *fork_id)
+            ids = REMOTE_HEAD.pack(*rref_id, *fork_id, bool(timeout))
             body = (ids, head, encoded.payload)
             agent.dispatch(call, Kind.REMOTE, context, message, body, encoded.buffers, timeout)
         except Exception as error:
             self.table.creation_failed(fork_id, error)
             raise
         return rref
+
+    def _expire(self, entry: OwnerEntry, seconds: float, func: Callable[..., Any]) -> None:
+        if not entry.is_done:
+            entry.creation_failed(
+                RpcTimeout(
+                    f"RPC ran for more than set timeout ({seconds * 1000:.0f} ms) and will now be "
+                    f"marked with an error: remote({describe_function(func)}) on this worker",
+                    worker=self._agent.info.name,
+                    seconds=seconds,
+                )
+            )
 
     def _created(self, fork_id: ForkId, future: Future[Any]) -> None:
         try:
@@ -144,7 +175,9 @@ class RemoteReferences:
     def _on_fetch(self, source: int, body: tuple[int, int]) -> Any:
         entry = self.table.entry(RRefId(*body))
         if entry.is_done:
-            return entry.value_to_send()
+            found = entry.value_to_send()
+            if not isinstance(found, torch._C.Future):  # that would be taken for a deferred answer
+                return found
         value: Future[Any] = Future()
 
         def done(entry: OwnerEntry) -> None:
@@ -157,18 +190,19 @@ class RemoteReferences:
         return value
 
     def _on_remote(self, source: int, frame: Frame, send: Send) -> None:
-        created_on, local_id, fork_on, fork_local = _IDS.unpack_from(frame.body)
-        entry = self.table.owner_created(
-            RRefId(created_on, local_id), ForkId(fork_on, fork_local), source
-        )
-        self._agent.answer(source, frame, send, None)
+        *ids, answers_when_done = REMOTE_HEAD.unpack_from(frame.body)
+        entry = self.table.owner_created(RRefId(*ids[:2]), ForkId(*ids[2:]), source)
+        if answers_when_done:
+            entry.add_done_callback(lambda _: self._agent.answer(source, frame, send, None))
+        else:
+            self._agent.answer(source, frame, send, None)
         begun = time.perf_counter()
         try:
             with self._agent.context_of(frame):
-                func, args, kwargs = self._agent.unpack_call(source, frame, _IDS.size)
+                func, args, kwargs = self._agent.unpack_call(source, frame, REMOTE_HEAD.size)
                 frame.buffers = []
                 value = func(*args, **kwargs)
-                name = name_in(frame, _IDS.size)
+                name = name_in(frame, REMOTE_HEAD.size)
                 self._agent.quick.ran(name, time.perf_counter() - begun)
                 if hasattr(func, "_wrapped_async_rpc_function"):
                     checked_future(func, value).add_done_callback(partial(_fill, entry))

@@ -80,7 +80,7 @@ def meet(options: RpcOptions, rank: int, world_size: int | None) -> tuple[dist.S
         world_size = int(os.environ["WORLD_SIZE"])
     if world_size is None:
         if rank < 0:
-            raise ValueError("init_rpc needs a rank when no world size is given")
+            raise _missing_rank(scheme)
         store = dist._create_store_from_options(options, rank)
         size = 0
     else:
@@ -90,6 +90,18 @@ def meet(options: RpcOptions, rank: int, world_size: int | None) -> tuple[dist.S
     if options.rpc_timeout:
         store.set_timeout(timedelta(seconds=options.rpc_timeout))
     return _fresh(store, _place(options.init_method), rank), rank, size
+
+
+def _missing_rank(scheme: str) -> ValueError:
+    if scheme != "env":
+        return ValueError(
+            "rank parameter missing: init_rpc needs a rank when no world size is given"
+        )
+    missing = "WORLD_SIZE" if "RANK" in os.environ else "RANK"
+    return ValueError(
+        f"environment variable {missing} expected, but not set: init_rpc without a rank takes rank "
+        "and world size from the environment"
+    )
 
 
 def _place(init_method: str) -> str:
@@ -136,6 +148,21 @@ class Directory:
     def is_open(self) -> bool:
         """Whether workers may join and leave."""
         return self._world_size == 0
+
+    def declare(self) -> None:
+        """Says which kind of group this is.
+
+        Raises:
+            TelegradError: the group that meets here is of the other kind.
+        """
+        kind = "open" if self.is_open else "of fixed size"
+        declared = bytes(self._store.compare_set("kind", "", kind)).decode()
+        if declared != kind:
+            raise TelegradError(
+                "RPC group mixes statically and dynamically initialized members which is not "
+                f"supported. The group is {declared}, and this worker was told that it is {kind}: "
+                "give all workers the world size, or none"
+            )
 
     def secret(self, configured: bytes | None) -> bytes:
         """The cluster's secret: the configured one, or one made by the first to come."""

@@ -32,14 +32,18 @@ RRefBackward = Callable[["RRef[Any]", int, bool], None]
 _backward: RRefBackward | None = None
 
 
-def set_rref_backward(function: RRefBackward | None) -> None:
+def set_rref_backward(function: RRefBackward | None) -> RRefBackward | None:
     """Autograd, which this layer may not import, says how `rref.backward(context_id)` is done.
 
     Args:
         function: takes the reference, the context's id, and whether to retain the graph.
+
+    Returns:
+        what was set before.
     """
     global _backward
-    _backward = function
+    before, _backward = _backward, function
+    return before
 
 
 def rebuild_rref(fields: tuple[Any, ...]) -> RRef[Any]:

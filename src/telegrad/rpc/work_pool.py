@@ -49,9 +49,7 @@ class WorkPool:
     def submit(self, task: Task) -> None:
         with self._counts_lock:
             self._backlog += 1
-            wants_thread = (
-                self._backlog > self._waiting and len(self._threads) < self._usual_size
-            )
+            wants_thread = self._backlog > self._waiting and len(self._threads) < self._usual_size
         self._queue.put(task)
         if wants_thread:
             self._start_thread()
@@ -69,9 +67,7 @@ class WorkPool:
     def tick(self) -> None:
         """Starts more threads if tasks wait and nothing moves."""
         with self._counts_lock:
-            is_stuck = (
-                self._backlog > self._waiting and self._started == self._started_at_last_tick
-            )
+            is_stuck = self._backlog > self._waiting and self._started == self._started_at_last_tick
             self._started_at_last_tick = self._started
             growth = min(self._backlog, _GROWTH) if is_stuck else 0
         for _ in range(growth):

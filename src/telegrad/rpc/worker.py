@@ -167,9 +167,7 @@ class Worker:
         self._wait_until_last(workers)
 
     def _gather(self, workers: list[int], value: Any, deadline: float) -> list[Any]:
-        found = self.gatherings.gather(
-            workers, value, timeout=_left(deadline), forgive_losses=True
-        )
+        found = self.gatherings.gather(workers, value, timeout=_left(deadline), forgive_losses=True)
         return [found[worker] for worker in sorted(found)]
 
     def _activity(self) -> tuple[int, int, int]:
@@ -250,6 +248,7 @@ def start_worker(
         size = world_size or 0
     info = WorkerInfo(name, rank)
     directory = Directory(store, rank, size)
+    directory.declare()
     secret = directory.secret(options.configured_secret())
     worker = Worker(info, secrets.token_bytes(16), secret, options, directory)
     try:

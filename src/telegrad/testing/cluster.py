@@ -19,6 +19,7 @@ import multiprocessing
 import os
 import signal
 import tempfile
+import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -47,6 +48,11 @@ class Cluster:
 
     def start(self, name: str, rank: int) -> None:
         """Starts a worker, also one to take the place of a dead one."""
+        former = self._processes.pop(name, None)
+        if former is not None:
+            self._lines.pop(name).close()  # one that has left its group by itself goes at this
+            former.join(_PATIENCE)
+            former.close()
         here, there = processes.Pipe()
         process = processes.Process(
             target=_work, args=(name, rank, self.size, self.options, there), name=name
@@ -76,8 +82,11 @@ class Cluster:
         self._processes[name].join()
 
     def pause(self, name: str) -> None:
-        """Stops the process (SIGSTOP): it lives, and does not answer."""
+        """Stops the process (SIGSTOP): it lives, and does not answer. Returns when it stands still,
+        which on a busy machine is a while after the signal."""
         os.kill(self.pid(name), signal.SIGSTOP)
+        while any(state not in "TtZX" for state in _thread_states(self.pid(name))):
+            time.sleep(0.001)
 
     def resume(self, name: str) -> None:
         os.kill(self.pid(name), signal.SIGCONT)
@@ -156,3 +165,10 @@ def _work(
         word = "stop"
     with contextlib.suppress(NotInitialized):  # a call may have ended it already
         rpc.shutdown(graceful=word == "finish", timeout=_PATIENCE)
+
+
+def _thread_states(pid: int) -> Iterator[str]:
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            with open(f"/proc/{pid}/task/{thread}/stat", encoding="utf-8") as file:
+                yield file.read().rpartition(")")[2].split()[0]

@@ -333,6 +333,9 @@ class TlsConnection(SocketConnection):
         self.reads += 1
         return True
 
+    def fileno(self) -> int:
+        return -1  # that the socket is readable does not tell: TLS has messages of its own
+
     def set_timeout(self, seconds: float | None) -> None:
         self._timeout = seconds
 

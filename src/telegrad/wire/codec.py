@@ -73,6 +73,11 @@ class Codec:
         self._handlers: dict[type, Any] = {}
         self._idle: list[ValuePickler] = []
 
+    def register(self, cls: type, reducer: Reducer) -> None:
+        """Adds a reducer, for what is encoded from now on."""
+        self._reducers[cls] = reducer
+        self._handlers.clear()
+
     def encode(
         self,
         value: object,

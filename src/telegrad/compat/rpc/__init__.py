@@ -6,7 +6,7 @@ import logging
 import numbers
 from typing import Any
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 import telegrad.compat.autograd as dist_autograd
 from telegrad.compat.rpc import (
@@ -72,6 +72,10 @@ from telegrad.rpc.rendezvous import meet
 from telegrad.rpc.worker_info import WorkerInfo
 
 __all__ = [
+    "_DEFAULT_INIT_METHOD",
+    "_DEFAULT_NUM_WORKER_THREADS",
+    "_DEFAULT_RPC_TIMEOUT_SEC",
+    "_UNSET_RPC_TIMEOUT",
     "AllGatherStates",
     "BackendType",
     "BackendValue",
@@ -82,10 +86,6 @@ __all__ = [
     "TensorPipeAgent",
     "TensorPipeRpcBackendOptions",
     "WorkerInfo",
-    "_DEFAULT_INIT_METHOD",
-    "_DEFAULT_NUM_WORKER_THREADS",
-    "_DEFAULT_RPC_TIMEOUT_SEC",
-    "_UNSET_RPC_TIMEOUT",
     "_TensorPipeRpcBackendOptionsBase",
     "_cleanup_python_rpc_handler",
     "_delete_all_user_and_unforked_owner_rrefs",
@@ -186,7 +186,7 @@ def _validate_rpc_args(
 ) -> None:
     wanted: list[tuple[Any, Any]] = [
         (backend, backend_registry.BackendType),
-        (store, dist.Store),
+        (store, Store),
         (name, str),
         (rank, numbers.Integral),
         (world_size, (numbers.Integral, type(None))),

@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from telegrad.compat.rpc.options import RpcBackendOptions
 from telegrad.errors import NotInitialized, TelegradError
@@ -37,7 +37,7 @@ class TensorPipeAgent(RpcAgent):
     def __init__(
         self,
         worker: Worker,
-        store: dist.Store,
+        store: Store,
         options: RpcBackendOptions,
         reverse_device_maps: DeviceMaps,
         devices: list[torch.device],

@@ -41,12 +41,14 @@ from telegrad.compat.rpc.internal import (
     _build_rpc_profiling_key,
     _internal_rpc_pickler,
     _run_pickled,
+    builtin_name,
 )
 from telegrad.errors import RRefError
 from telegrad.rpc import current
 from telegrad.rpc.api import _set_rpc_timeout, get_rpc_timeout
 from telegrad.rpc.rref import RRef
 from telegrad.rpc.rref_proxy import _rref_typeof_on_owner
+from telegrad.rpc.rref_texts import leak_error
 from telegrad.rpc.worker_info import WorkerInfo
 
 __all__ = [
@@ -71,6 +73,10 @@ __all__ = [
     "rpc_sync",
     "shutdown",
 ]
+
+for _function in (_broadcast_to_followers, _gather_to_leader):
+    # Remote calls name a function by its module: this one, where programs put their own instead.
+    _function.__module__ = __name__
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -123,14 +129,14 @@ def rpc_sync(
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Any:
     """Runs `func` on worker `to` and returns its result: see `telegrad.rpc.rpc_sync`."""
-    if torch.autograd._profiler_enabled():
+    if profiling.is_wanted():
         return profiling.call(RPCExecMode.SYNC, to, func, args, kwargs, timeout).wait()
     if _default_pickler is not _internal_rpc_pickler:
         func, args, kwargs = _packed(func, args, kwargs)
     try:
         return native.rpc_sync(to, func, args, kwargs, timeout)
     except TypeError as error:
-        if torch.jit._builtins._find_builtin(func) is None:
+        if builtin_name(func) is None:
             raise
         raise RuntimeError(
             f"Overloaded torch operator invoked from Python failed to match any schema:\n{error}"
@@ -146,7 +152,7 @@ def rpc_async(
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Future[Any]:
     """Runs `func` on worker `to` and returns a future: see `telegrad.rpc.rpc_async`."""
-    if torch.autograd._profiler_enabled():
+    if profiling.is_wanted():
         future = profiling.call(RPCExecMode.ASYNC, to, func, args, kwargs, timeout)
     else:
         if _default_pickler is not _internal_rpc_pickler:
@@ -167,7 +173,7 @@ def remote(
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> RRef[Any]:
     """Runs `func` on worker `to`, which keeps the result: see `telegrad.rpc.remote`."""
-    if torch.autograd._profiler_enabled():
+    if profiling.is_wanted():
         return profiling.remote(to, func, args, kwargs, timeout)
     if _default_pickler is not _internal_rpc_pickler:
         func, args, kwargs = _packed(func, args, kwargs)
@@ -243,21 +249,25 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
             _wait_all_workers_here(timeout)
             agent.sync(timeout)
             _delete_all_user_and_unforked_owner_rrefs()
+            # Now: after the last meeting workers leave, and those of them that leaked are gone.
+            leaks = [] if _ignore_rref_leak else agent.worker.references.table.leak_report()
             agent.join(shutdown=True, timeout=timeout)
+            if leaks:
+                raise leak_error(leaks)
         else:
             agent.worker.shutdown(graceful=True, timeout=timeout)
     finally:
-        _finalize_shutdown()
+        _finalize_shutdown(was_checked=True)
 
 
 def _wait_all_workers_here(timeout: float) -> None:
     globals()["_wait_all_workers"](timeout)  # a program may have put its own there
 
 
-def _finalize_shutdown() -> None:
+def _finalize_shutdown(*, was_checked: bool = False) -> None:
     agent = _get_current_rpc_agent()
     try:
-        _destroy_rref_context(_ignore_rref_leak)
+        _destroy_rref_context(_ignore_rref_leak or was_checked)
     finally:
         agent.shutdown()
         gathering.forget_all()

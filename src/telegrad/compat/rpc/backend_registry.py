@@ -14,9 +14,9 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
-from telegrad.compat.rpc import api, gathering
+from telegrad.compat.rpc import api, gathering, profiling
 from telegrad.compat.rpc import constants as rpc_constants
 from telegrad.compat.rpc.agents import TensorPipeAgent
 from telegrad.compat.rpc.devices import DeviceFacts, check_all, device_list, reverse_maps
@@ -49,7 +49,7 @@ def _backend_type_repr(self: enum.Enum) -> str:
 
 def _new_backend_type(members: dict[str, Any]) -> Any:
     made = enum.Enum("BackendType", members, module=__name__)  # type: ignore[misc]
-    made.__repr__ = _backend_type_repr  # type: ignore[method-assign]
+    made.__repr__ = _backend_type_repr  # type: ignore[method-assign, assignment]
     made.__doc__ = "The available backends; `register_backend` adds to them."
     return made
 
@@ -102,7 +102,7 @@ def init_backend(backend: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def start_agent(
-    store: dist.Store,
+    store: Store,
     name: str,
     rank: int,
     world_size: int | None,
@@ -124,7 +124,8 @@ def start_agent(
         reverse = reverse_maps(name, everybody)
         devices = device_list(facts.devices, facts.device_maps, reverse)
         if devices and torch.cuda.is_available():
-            torch.cuda.init()
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+        worker.references.table.call = profiling.of_table(worker.references.table.call)
         worker.agent.on_failure = partial(_print_failure, worker)
         worker.agent.watch_losses(lambda id_, _: gathering.worker_lost(_name(worker, id_)))
         agent = make(worker, store, options, reverse, devices)
@@ -175,13 +176,13 @@ def _tensorpipe_construct_rpc_backend_options_handler(
 
 
 def _tensorpipe_init_backend_handler(
-    store: dist.Store,
+    store: Store,
     name: str,
     rank: int,
     world_size: int | None,
     rpc_backend_options: Any,
 ) -> TensorPipeAgent:
-    if not isinstance(store, dist.Store):
+    if not isinstance(store, Store):
         raise TypeError(f"`store` must be a c10d::Store. {store}")
     if not isinstance(rpc_backend_options, TensorPipeRpcBackendOptions):
         raise TypeError(

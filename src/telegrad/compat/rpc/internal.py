@@ -16,8 +16,9 @@ from enum import Enum
 from typing import Any, cast
 
 import torch
+from torch._C._autograd import _profiler_enabled
 
-from telegrad.rpc.remote import reducers
+from telegrad.rpc.remote import register_reducer
 from telegrad.rpc.rref import RRef, rebuild_rref
 
 __all__ = ["PythonUDF", "RPCExecMode", "RemoteException", "deserialize", "serialize"]
@@ -43,11 +44,10 @@ class _InternalRPCPickler:
         self._class_reducer_dict: dict[type, Callable[[Any], _Reduction]] = {}
 
     def _register_reducer(self, obj_class: type, reducer: Callable[[Any], _Reduction]) -> None:
-        """Says how objects of a class are packed, also by workers that are started from now on;
-        the first registration of a class stands."""
+        """Says how objects of a class are packed, also in calls; the first one stands."""
         if obj_class not in self._class_reducer_dict:
             self._class_reducer_dict[obj_class] = reducer
-            reducers.setdefault(obj_class, lambda obj, _: reducer(obj))
+            register_reducer(obj_class, lambda obj, _: reducer(obj))
 
     @classmethod
     def _tensor_receiver(cls, tensor_index: int) -> torch.Tensor:
@@ -64,7 +64,7 @@ class _InternalRPCPickler:
 
     @classmethod
     def _script_module_receiver(cls, script_module_serialized: bytes) -> Any:
-        return torch.jit.load(io.BytesIO(script_module_serialized))
+        return torch.jit.load(io.BytesIO(script_module_serialized))  # type: ignore[no-untyped-call]
 
     def _script_module_reducer(self, script_module: Any) -> _Reduction:
         file = io.BytesIO()
@@ -127,6 +127,12 @@ def _run_pickled(binary_data: bytes, tensor_table: list[torch.Tensor]) -> Any:
     return call.func(*call.args, **call.kwargs)
 
 
+def builtin_name(func: object) -> str | None:
+    """The name of one of torch's operators (`aten::add`); None for any other function."""
+    name: str | None = torch.jit._builtins._find_builtin(func)  # type: ignore[no-untyped-call]
+    return name
+
+
 def _build_rpc_profiling_key(
     exec_type: RPCExecMode, func_name: str, current_worker_name: str, dst_worker_name: str
 ) -> str:
@@ -137,9 +143,9 @@ def _start_record_function(
     exec_type: RPCExecMode, func_name: str, current_worker_name: str, dest_worker_name: str
 ) -> Any:
     """Begins a profiler's record of a call; its callbacks are the caller's to end."""
-    if not torch.autograd._profiler_enabled():
+    if not _profiler_enabled():
         raise AssertionError("Autograd profiler should be enabled.")
     key = _build_rpc_profiling_key(exec_type, func_name, current_worker_name, dest_worker_name)
-    record = torch.autograd._RecordFunction()
-    torch.autograd._run_before_callbacks(record, key)
+    record = torch.autograd._RecordFunction()  # type: ignore[attr-defined]
+    torch.autograd._run_before_callbacks(record, key)  # type: ignore[attr-defined]
     return record

@@ -1,6 +1,7 @@
-"""What torch's profiler sees of a call: an event at the caller, under torch's name for it.
+"""What torch's old profiler sees of a call: an event at the caller, under torch's name for it.
 
-What the callee does within the call is not brought to the caller's profiler.
+What the callee does within the call is not brought to the caller's profiler: only torch's C++ can
+add remote events to a profile.
 """
 
 from __future__ import annotations
@@ -9,14 +10,27 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._C._autograd import _profiler_enabled, _profiler_type
+from torch._C._profiler import ActiveProfilerType
 from torch.futures import Future
 
 from telegrad import rpc as native
-from telegrad.compat.rpc.internal import RPCExecMode, _build_rpc_profiling_key
+from telegrad.compat.rpc.internal import (
+    RPCExecMode,
+    _build_rpc_profiling_key,
+    builtin_name,
+)
 from telegrad.rpc.rref import RRef
+from telegrad.rpc.rref_table import Call
 from telegrad.rpc.worker_info import WorkerInfo
 
-__all__ = ["call", "remote"]
+__all__ = ["call", "is_wanted", "of_table", "remote"]
+
+
+def is_wanted() -> bool:
+    """Whether torch's old profiler watches this thread; the new one is not told of calls, as with
+    torch's own RPC."""
+    return _profiler_enabled() and _profiler_type() == ActiveProfilerType.LEGACY
 
 
 def call(
@@ -48,8 +62,30 @@ def remote(
     return rref
 
 
+def of_table(inner: Call) -> Call:
+    """Calls that references make themselves: to methods of their values, and for their types."""
+
+    def call(
+        mode: str,
+        owner: int,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout: float,
+    ) -> Any:
+        if mode != "async" or not is_wanted():
+            return inner(mode, owner, func, args, kwargs, timeout)
+        with torch.autograd.profiler.record_function(
+            _key(RPCExecMode.ASYNC, owner, func)
+        ) as record:
+            future = inner(mode, owner, func, args, kwargs, timeout)
+            return record._call_end_callbacks_on_future(future)
+
+    return call
+
+
 def _key(mode: RPCExecMode, to: str | int | WorkerInfo, func: Callable[..., Any]) -> str:
-    name = torch.jit._builtins._find_builtin(func)
+    name = builtin_name(func)
     if name is None:
         is_scripted = isinstance(func, torch.jit.ScriptFunction)
         name = torch._jit_internal._qualified_name(func) if is_scripted else func.__qualname__

@@ -1,10 +1,10 @@
 """In the place of `torch.distributed.rpc._testing`: an agent that loses and delays messages."""
 
+from telegrad.compat.rpc._testing import faulty_agent_backend_registry
 from telegrad.compat.rpc._testing.faulty_agent import (
     FaultyTensorPipeAgent,
     FaultyTensorPipeRpcBackendOptions,
 )
-from telegrad.compat.rpc._testing import faulty_agent_backend_registry  # isort: skip
 
 __all__ = [
     "FaultyTensorPipeAgent",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from telegrad.compat.rpc import constants
 from telegrad.compat.rpc._testing.faulty_transport import (
@@ -53,7 +53,7 @@ class FaultyTensorPipeAgent(TensorPipeAgent):
 
 
 def start(
-    store: dist.Store,
+    store: Store,
     name: str,
     rank: int,
     world_size: int | None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from telegrad.compat.rpc import backend_registry
 from telegrad.compat.rpc._testing.faulty_agent import (
@@ -37,9 +37,9 @@ def _construct(
 
 
 def _init(
-    store: dist.Store, name: str, rank: int, world_size: int | None, rpc_backend_options: Any
+    store: Store, name: str, rank: int, world_size: int | None, rpc_backend_options: Any
 ) -> FaultyTensorPipeAgent:
-    if not isinstance(store, dist.Store):
+    if not isinstance(store, Store):
         raise TypeError(f"`store` must be a c10d::Store. {store}")
     if not isinstance(rpc_backend_options, FaultyTensorPipeRpcBackendOptions):
         raise TypeError(

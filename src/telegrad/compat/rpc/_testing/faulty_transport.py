@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from telegrad.compat.rpc.internal import builtin_name
+from telegrad.rpc.remote import REMOTE_HEAD
 from telegrad.transport.base import Connection, ConnectionClosed, Listener, Transport
 from telegrad.wire.frames import Flags, Frame, Kind
 from telegrad.wire.references import function_named
@@ -21,7 +23,6 @@ from telegrad.wire.references import function_named
 __all__ = ["FaultPlan", "FaultyTransport", "call_kind"]
 
 _CALL_HEAD = struct.Struct("<H")
-_REMOTE_IDS = 32  # bytes before the call head of a REMOTE message
 
 _NAMES = {
     Kind.RREF_FORK: ("RREF_FORK_REQUEST",),
@@ -36,7 +37,7 @@ _NAMES = {
 def call_kind(prefix: str, func: Any) -> str:
     """Torch has one kind of call for operators and TorchScript, and one for Python."""
     is_script = isinstance(func, torch.jit.ScriptFunction)
-    if is_script or torch.jit._builtins._find_builtin(func) is not None:
+    if is_script or builtin_name(func) is not None:
         return f"SCRIPT_{prefix}"
     return f"PYTHON_{prefix}"
 
@@ -159,7 +160,7 @@ def _names(kind: Kind, body: Sequence[bytes | memoryview]) -> tuple[str, ...]:
     if kind is Kind.CALL:
         return (call_kind("CALL", _function(b"".join(body), 0)),)
     if kind is Kind.REMOTE:
-        return (call_kind("REMOTE_CALL", _function(b"".join(body), _REMOTE_IDS)),)
+        return (call_kind("REMOTE_CALL", _function(b"".join(body), REMOTE_HEAD.size)),)
     return _NAMES.get(kind, ())
 
 

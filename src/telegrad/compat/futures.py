@@ -1,0 +1,45 @@
+"""In the places of `torch.futures.collect_all` and `wait_all`.
+
+Torch's own end as soon as one of their futures has failed, but they only see failures that C++ has
+set. The futures of a call are completed from Python, which is what lets them raise an exception of
+its own type; torch keeps such a failure as a value. These here look.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from torch.futures import Future
+
+__all__ = ["collect_all", "wait_all"]
+
+
+def collect_all(futures: Sequence[Future[Any]]) -> Future[list[Future[Any]]]:
+    """A future of all futures: done when all are, or failed as soon as one has failed."""
+    given = list(futures)
+    together: Future[list[Future[Any]]] = Future()
+    if not given:
+        together.set_result([])
+        return together
+    done, failed = itertools.count(1), itertools.count(1)  # `next` is atomic
+
+    def one_done(future: Future[Any]) -> None:
+        try:
+            future.value()
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer
+            if next(failed) == 1:
+                together.set_exception(error)  # type: ignore[arg-type]  # torch's annotation is wrong
+        else:
+            if next(done) == len(given):
+                together.set_result(given)
+
+    for future in given:
+        future.add_done_callback(one_done)
+    return together
+
+
+def wait_all(futures: Sequence[Future[Any]]) -> list[Any]:
+    """The values of all futures; raises as soon as one has failed."""
+    return [future.wait() for future in collect_all(futures).wait()]

@@ -1,0 +1,194 @@
+"""`DistributedOptimizer` between real processes, with local optimizers as the oracle."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import optim
+from torch.optim import lr_scheduler
+
+from telegrad import autograd, rpc
+from telegrad.errors import RemoteError
+from telegrad.optim import DistributedLRScheduler, DistributedOptimizer
+from telegrad.testing.cluster import cluster
+
+
+class Weight:
+    def __init__(self, seed):
+        self.w = torch.rand(3, 3, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+    def forward(self, x):
+        return self.w @ x
+
+    def get(self):
+        return self.w
+
+    def grad(self):
+        return self.w.grad
+
+
+class FailsToStep(optim.Optimizer):
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    def step(self, closure=None):
+        raise ValueError("no step today")
+
+
+class FailsToBegin(optim.Optimizer):
+    def __init__(self, params):
+        raise KeyError("no optimizer today")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group():
+    with cluster(3) as running:
+        yield running
+
+
+@pytest.fixture
+def weights():
+    return [rpc.remote("worker1", Weight, (1,)), rpc.remote("worker2", Weight, (2,))]
+
+
+def references(weights):
+    return [weight.remote().get() for weight in weights]
+
+
+def train(weights, optimizer, steps=1):
+    x = torch.ones(3, 1)
+    for _ in range(steps):
+        with autograd.context() as context_id:
+            for weight in weights:
+                x = weight.rpc_sync().forward(x)
+            autograd.backward(context_id, [x.sum()])
+            optimizer.step(context_id)
+        x = torch.ones(3, 1)
+
+
+def train_locally(make, steps=1):
+    weights = [Weight(1), Weight(2)]
+    optimizer = make(weights)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        weights[1].forward(weights[0].forward(torch.ones(3, 1))).sum().backward()
+        optimizer.step()
+    return [weight.w.detach() for weight in weights]
+
+
+def values(weights):
+    return [weight.rpc_sync().get().detach() for weight in weights]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [
+        (optim.SGD, {"lr": 0.05, "momentum": 0.9}),
+        (optim.Adam, {"lr": 0.01, "amsgrad": True}),
+        (optim.Adagrad, {"lr": 0.05}),
+        (optim.RMSprop, {"lr": 0.05}),
+    ],
+)
+def test_it_does_what_the_optimizer_does_locally(weights, optimizer, options):
+    expected = train_locally(lambda w: optimizer([v.w for v in w], **options), steps=3)
+    train(weights, DistributedOptimizer(optimizer, references(weights), **options), steps=3)
+    for found, wanted in zip(values(weights), expected, strict=True):
+        assert torch.equal(found, wanted)
+
+
+def test_parameter_groups_have_options_of_their_own(weights):
+    expected = train_locally(
+        lambda w: optim.SGD([{"params": [w[0].w]}, {"params": w[1].w, "lr": 0.5}], lr=0.1)
+    )
+    first, second = references(weights)
+    groups = [{"params": [first]}, {"params": second, "lr": 0.5}]
+    train(weights, DistributedOptimizer(optim.SGD, groups, lr=0.1))
+    for found, wanted in zip(values(weights), expected, strict=True):
+        assert torch.equal(found, wanted)
+
+
+def test_grad_is_the_programs_own(weights):
+    train(weights, DistributedOptimizer(optim.SGD, references(weights), lr=0.1))
+    assert all(weight.rpc_sync().grad() is None for weight in weights)
+
+
+def test_state_can_be_saved_and_loaded(weights):
+    optimizer = DistributedOptimizer(optim.Adam, references(weights), lr=0.01)
+    train(weights, optimizer, steps=2)
+    saved = optimizer.state_dict()
+    assert set(saved["workers"]) == {"worker1", "worker2"}
+    again = DistributedOptimizer(optim.Adam, references(weights), lr=0.5)
+    again.load_state_dict(saved)
+    train(weights, again)
+    expected = train_locally(lambda w: optim.Adam([v.w for v in w], lr=0.01), steps=3)
+    for found, wanted in zip(values(weights), expected, strict=True):
+        assert torch.equal(found, wanted)
+
+
+def test_state_of_other_workers_is_refused(weights):
+    optimizer = DistributedOptimizer(optim.SGD, references(weights)[:1], lr=0.01)
+    with pytest.raises(ValueError, match="worker2"):
+        optimizer.load_state_dict({"workers": {"worker2": {}}})
+
+
+def test_a_scheduler_sets_the_rates_where_the_parameters_are(weights):
+    optimizer = DistributedOptimizer(optim.SGD, references(weights), lr=1.0)
+    scheduler = DistributedLRScheduler(optimizer, lr_scheduler.StepLR, step_size=1, gamma=0.5)
+    assert scheduler.get_last_lr() == {"worker1": [1.0], "worker2": [1.0]}
+    train(weights, optimizer)
+    scheduler.step()
+    assert scheduler.get_last_lr() == {"worker1": [0.5], "worker2": [0.5]}
+    saved = scheduler.state_dict()
+    scheduler.step()
+    scheduler.load_state_dict(saved)
+    assert saved["workers"]["worker1"]["last_epoch"] == 1
+
+
+def test_a_failure_names_its_worker(weights):
+    optimizer = DistributedOptimizer(FailsToStep, references(weights)[1:])
+    with pytest.raises(RemoteError, match=r"'worker2'.*no step today") as caught:
+        train(weights, optimizer)
+    assert caught.value.worker == "worker2"
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_an_optimizer_that_cannot_be_made_names_its_worker(weights):
+    with pytest.raises(RemoteError, match=r"construction failed on worker 'worker1'.*KeyError"):
+        DistributedOptimizer(FailsToBegin, references(weights))
+
+
+def test_a_closure_is_refused(weights):
+    optimizer = DistributedOptimizer(optim.SGD, references(weights), lr=0.1)
+    with pytest.raises(TypeError, match="no closure"):
+        optimizer.step(lambda: 1.0)
+
+
+def test_an_unknown_context_is_refused(weights):
+    optimizer = DistributedOptimizer(optim.SGD, references(weights), lr=0.1)
+    with pytest.raises(RuntimeError, match="Could not find autograd context with id: 12345"):
+        optimizer.step(12345)
+
+
+def test_what_is_no_parameter_is_refused():
+    with pytest.raises(ValueError, match="empty parameter list"):
+        DistributedOptimizer(optim.SGD, [], lr=0.1)
+    with pytest.raises(TypeError, match="RRefs"):
+        DistributedOptimizer(optim.SGD, [torch.ones(2)], lr=0.1)
+
+
+def trainer(weights, params, steps):
+    train(weights, DistributedOptimizer(optim.SGD, params, lr=1.0), steps)
+
+
+def test_trainers_step_the_same_parameters_at_once():
+    """Each step subtracts the same gradient: were two to mix, the sum would not come out."""
+    weight = rpc.remote("worker2", Weight, (7,))
+    before = weight.rpc_sync().get().detach()
+    params = references([weight])
+    trainers = [
+        rpc.rpc_async(name, trainer, ([weight], params, 10)) for name in ("worker0", "worker1")
+    ]
+    for future in trainers:
+        future.wait()
+    after = weight.rpc_sync().get().detach()
+    assert torch.allclose(after, before - 20, atol=1e-4)

@@ -1,0 +1,396 @@
+"""How workers come together, join, and leave. Real processes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+import torch
+
+from telegrad import rpc
+from telegrad.errors import TelegradError, WorkerLost
+from telegrad.rpc import current
+from telegrad.testing.cluster import cluster, processes
+
+PATIENCE = 30.0
+
+
+def add(a, b):
+    return a + b
+
+
+def whoami():
+    return rpc.get_worker_info().name
+
+
+def until(condition):
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def free_port():
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+# -- open groups
+
+
+def leave():
+    """Leaves the group soon: the reply to this call goes first."""
+    threading.Thread(target=rpc.shutdown).start()
+
+
+def names():
+    return [member.name for member in current.current().agent.network.members()]
+
+
+def test_workers_join_a_running_group_and_leave_it():
+    with cluster(2, open_group=True, graceful=False) as group:
+        assert rpc.rpc_sync("worker1", whoami) == "worker1"
+        with pytest.raises(TelegradError, match="could not find destination 'late'"):
+            rpc.rpc_sync("late", whoami)
+        group.start("late", 7)
+        group.wait_until_ready("late")
+        # it is known to those who were there, and knows them
+        assert rpc.rpc_sync("late", whoami) == "late"
+        assert rpc.get_worker_info("late").id == 7
+        assert rpc.rpc_sync(7, rpc.rpc_sync, ("worker0", whoami)) == "worker0"
+        assert rpc.rpc_sync("late", rpc.rpc_sync, ("worker1", whoami)) == "worker1"
+        assert rpc.rpc_sync("worker1", rpc.rpc_sync, ("late", whoami)) == "late"
+        assert sorted(rpc.rpc_sync("late", names)) == ["late", "worker0", "worker1"]
+        large = torch.arange(1 << 18)
+        assert torch.equal(rpc.rpc_sync("late", add, (large, 1)), large + 1)
+        # one leaves, the others go on
+        rpc.rpc_sync("worker1", leave)
+        until(lambda: names() == ["worker0", "late"])
+        until(lambda: rpc.rpc_sync("late", names) == ["worker0", "late"])
+        with pytest.raises(TelegradError, match="could not find destination 'worker1'"):
+            rpc.rpc_sync("worker1", whoami)
+        assert rpc.rpc_sync("late", whoami) == "late"
+        # its name and its rank are free again
+        group.start("worker1", 1)
+        group.wait_until_ready("worker1")
+        assert rpc.rpc_sync("worker1", whoami) == "worker1"
+        assert rpc.rpc_sync("late", rpc.rpc_sync, ("worker1", whoami)) == "worker1"
+
+
+def test_one_that_leaves_fails_no_call_of_the_others():
+    with cluster(3, open_group=True, graceful=False):
+        stop = threading.Event()
+        failures = []
+
+        def call():
+            while not stop.is_set():
+                try:
+                    assert rpc.rpc_sync("worker2", add, (1, 1)) == 2
+                except Exception as error:  # noqa: BLE001 - told to the test
+                    failures.append(error)
+                    return
+
+        thread = threading.Thread(target=call)
+        thread.start()
+        rpc.rpc_sync("worker1", leave)
+        until(lambda: "worker1" not in names())
+        stop.set()
+        thread.join()
+        assert not failures
+
+
+def test_a_name_is_given_once_in_an_open_group():
+    with cluster(2, open_group=True, graceful=False) as group:
+        group.start("worker1:again", 5)
+        group.wait_until_ready("worker1:again")
+        line, far_line = processes.Pipe()
+        process = processes.Process(
+            target=try_to_join, args=("worker1", 6, group.options, far_line)
+        )
+        process.start()
+        far_line.close()
+        assert "RPC worker name 'worker1' is not unique" in line.recv()
+        process.join()
+        process.close()
+        line.close()
+        assert rpc.rpc_sync("worker1", whoami) == "worker1"
+        assert rpc.rpc_sync("worker1:again", whoami) == "worker1:again"
+
+
+def try_to_join(name, rank, options, line, size=None):
+    try:
+        rpc.init_rpc(name, rank=rank, world_size=size, rpc_backend_options=options)
+        line.send("joined")
+        rpc.shutdown()
+    except Exception as error:  # noqa: BLE001 - told to the test
+        line.send(f"{type(error).__name__}: {error}")
+
+
+def test_a_killed_worker_of_an_open_group_can_be_replaced():
+    with cluster(2, open_group=True, graceful=False) as group:
+        assert rpc.rpc_sync("worker1", whoami) == "worker1"
+        group.kill("worker1")
+        with pytest.raises(WorkerLost):
+            rpc.rpc_sync("worker1", whoami)
+        group.start("worker1", 1)
+        group.wait_until_ready("worker1")
+        assert rpc.rpc_sync("worker1", whoami) == "worker1"
+
+
+def test_a_received_tensor_outlives_its_sender():
+    with cluster(2) as group:
+        small = rpc.rpc_sync("worker1", torch.full, ((10,), 3.0))
+        large = rpc.rpc_sync("worker1", torch.full, ((1 << 20,), 5.0))
+        group.kill("worker1")
+        with pytest.raises(WorkerLost):
+            rpc.rpc_sync("worker1", whoami)
+        assert bool((large == 5.0).all())
+        assert bool((small == 3.0).all())
+        large.fill_(6.0)
+
+
+# -- groups of known size
+
+
+def run_group(size, init_method, line, rank, environment, name=None):
+    os.environ.update(environment)
+    options = rpc.RpcOptions(init_method=init_method, rpc_timeout=10.0)
+    explicit = {} if "RANK" in environment else {"rank": rank, "world_size": size}
+    try:
+        rpc.init_rpc(name or f"w{rank}", rpc_backend_options=options, **explicit)
+        other = f"w{(rank + 1) % size}"
+        line.send(rpc.rpc_sync(other, add, (torch.ones(2), rank)).tolist())
+        rpc.shutdown()
+        line.send("ended")
+    except Exception as error:  # noqa: BLE001 - told to the test
+        line.send(f"{type(error).__name__}: {error}")
+
+
+@contextlib.contextmanager
+def group_of(size, init_method, environment=lambda rank: {}, name=lambda rank: None):
+    lines, workers = [], []
+    for rank in range(size):
+        line, far_line = processes.Pipe()
+        args = (size, init_method, far_line, rank, environment(rank), name(rank))
+        process = processes.Process(target=run_group, args=args)
+        process.start()
+        far_line.close()
+        lines.append(line)
+        workers.append(process)
+    try:
+        yield lines
+        for process in workers:
+            process.join(PATIENCE)
+            assert process.exitcode == 0
+    finally:
+        for process in workers:
+            process.kill()
+            process.join()
+            process.close()
+        for line in lines:
+            line.close()
+
+
+@pytest.mark.parametrize("scheme", ["file", "tcp", "env"])
+def test_every_meeting_place_works(scheme, tmp_path):
+    port = str(free_port())
+    init_method = {
+        "file": f"file://{tmp_path}/store",
+        "tcp": f"tcp://127.0.0.1:{port}",
+        "env": "env://",
+    }[scheme]
+
+    def environment(rank):
+        if scheme != "env":
+            return {}
+        return {
+            "RANK": str(rank),
+            "WORLD_SIZE": "3",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
+
+    with group_of(3, init_method, environment) as lines:
+        for rank, line in enumerate(lines):
+            assert line.recv() == [1.0 + rank] * 2
+        for line in lines:
+            assert line.recv() == "ended"
+
+
+def test_a_name_that_is_not_unique_is_told_to_every_worker(tmp_path):
+    with group_of(3, f"file://{tmp_path}/store", name=lambda rank: "w0" if rank else "w1") as lines:
+        for line in lines:
+            text = line.recv()
+            assert "RPC worker name 'w0' is not unique: workers 1 and 2 both have it" in text
+
+
+def test_torchrun_starts_a_group(tmp_path):
+    script = tmp_path / "program.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import os
+            import torch
+            from telegrad import rpc
+
+            rank = int(os.environ["RANK"])
+            rpc.init_rpc(f"worker{rank}")
+            other = f"worker{1 - rank}"
+            assert rpc.rpc_sync(other, torch.add, (torch.ones(2), rank)).sum() == 2 + 2 * rank
+            assert rpc.get_worker_info().id == rank
+            rpc.shutdown()
+            rpc.init_rpc(f"again{rank}")  # and once more in the same place
+            assert rpc.rpc_sync(f"again{1 - rank}", torch.add, (torch.ones(2), 1)).sum() == 4
+            rpc.shutdown()
+            """
+        )
+    )
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
+        *("--master-port", str(free_port()), str(script)),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "complaint"),
+    [
+        (2, 2, "rank 2 is not within a group of 2 workers"),
+        (0, 0, "world_size must be positive, got 0"),
+        (0, -3, "world_size must be positive, got -3"),
+        (1 << 16, None, "rank must be at most"),
+    ],
+)
+def test_ranks_and_sizes_that_cannot_be_are_refused(rank, size, complaint, tmp_path):
+    options = rpc.RpcOptions(init_method=f"file://{tmp_path}/store")
+    with pytest.raises(ValueError, match=complaint):
+        rpc.init_rpc("worker0", rank=rank, world_size=size, rpc_backend_options=options)
+    assert not rpc.is_initialized()
+
+
+def test_a_meeting_place_of_another_kind_is_refused():
+    options = rpc.RpcOptions(init_method="http://127.0.0.1")
+    with pytest.raises(ValueError, match="must begin with env://, tcp:// or file://"):
+        rpc.init_rpc("worker0", rank=0, world_size=1, rpc_backend_options=options)
+
+
+ENVIRONMENT = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+
+
+@pytest.mark.parametrize("missing", ENVIRONMENT)
+def test_what_the_environment_lacks_is_named(missing, monkeypatch):
+    for key, value in ENVIRONMENT.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.delenv(missing)
+    with pytest.raises(ValueError, match=r"rank|environment variable") as caught:
+        rpc.init_rpc("worker0")
+    assert missing in str(caught.value) or missing == "WORLD_SIZE"
+    assert not rpc.is_initialized()
+
+
+def test_an_open_group_names_what_its_environment_lacks(monkeypatch):
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    with pytest.raises(ValueError, match="MASTER_ADDR"):
+        rpc.init_rpc("worker0", rank=0)
+    assert not rpc.is_initialized()
+
+
+# -- two hosts
+
+
+@pytest.fixture
+def two_hosts():
+    """Two network namespaces with a cable between them: as good as two hosts."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root")
+    tag = f"tg{os.getpid() % 10000}"
+    a, b = f"{tag}a", f"{tag}b"
+
+    def run(*command):
+        subprocess.run(command, check=True, capture_output=True)
+
+    try:
+        run("ip", "netns", "add", a)
+        run("ip", "netns", "add", b)
+        run("ip", "link", "add", a, "netns", a, "type", "veth", "peer", "name", b, "netns", b)
+        for space, address in ((a, "10.99.7.1/24"), (b, "10.99.7.2/24")):
+            run("ip", "-n", space, "addr", "add", address, "dev", space)
+            run("ip", "-n", space, "link", "set", space, "up")
+            run("ip", "-n", space, "link", "set", "lo", "up")
+    except (OSError, subprocess.CalledProcessError) as error:
+        for space in (a, b):
+            with contextlib.suppress(OSError):
+                subprocess.run(("ip", "netns", "del", space), capture_output=True, check=False)
+        pytest.skip(f"network namespaces cannot be made here: {error}")
+    yield a, b
+    for space in (a, b):
+        run("ip", "netns", "del", space)
+
+
+PROGRAM = """
+import sys
+import torch
+from telegrad import rpc
+from telegrad.rpc import current
+
+rank, size, secret = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+options = rpc.RpcOptions(init_method="tcp://10.99.7.1:29777", secret=secret)
+rpc.init_rpc(f"worker{rank}", rank=rank, world_size=size, rpc_backend_options=options)
+large = torch.arange(1 << 20)
+for other in range(size):
+    assert torch.equal(rpc.rpc_sync(f"worker{other}", torch.add, (large, rank)), large + rank)
+    assert rpc.rpc_async(f"worker{other}", torch.add, (large[:3], 1)).wait().sum() == 6
+    assert rpc.remote(f"worker{other}", torch.ones, (2,)).to_here().sum() == 2
+network = current.current().agent.network
+print(sorted(listener.address.rpartition(":")[0] for listener in network._listeners))
+print({peer.info.name: peer.memory is not None for peer in network.peers()})
+rpc.shutdown()
+"""
+
+
+def test_workers_of_two_hosts_reach_each_other(two_hosts, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    spaces = [two_hosts[0], two_hosts[0], two_hosts[1]]
+    running = [
+        subprocess.Popen(
+            [
+                *("ip", "netns", "exec", space, sys.executable, "-W", "error"),
+                *(str(program), str(rank), "3", "shared"),
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, space in enumerate(spaces)
+    ]
+    outputs = []
+    try:
+        for process in running:
+            output, errors = process.communicate(timeout=100)
+            assert process.returncode == 0, errors
+            outputs.append(output)
+    finally:
+        for process in running:
+            process.kill()
+            process.communicate()
+    # nobody listens at more than the address that the meeting place is reached from
+    assert "tcp:10.99.7.1" in outputs[0]
+    assert "tcp:10.99.7.2" in outputs[2]
+    assert all("0.0.0.0" not in output for output in outputs)
+    # Unix sockets and shared memory within a host, TCP between them
+    assert "{'worker1': True, 'worker2': False}" in outputs[0]
+    assert "{'worker0': False, 'worker1': False}" in outputs[2]

@@ -1,0 +1,231 @@
+"""One connection that carries many calls: who settles them, and on which thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from telegrad import rpc
+from telegrad.errors import RpcTimeout, WorkerLost
+from telegrad.rpc.multiplex import Multiplex, PendingCall
+from telegrad.testing.cluster import cluster
+from telegrad.testing.transport_contract import joined
+from telegrad.transport.base import ConnectionClosed
+from telegrad.transport.inproc import InprocTransport
+from telegrad.wire.frames import Kind
+
+PATIENCE = 15.0
+
+
+class Call(PendingCall):
+    __slots__ = ("_on_reply", "outcome", "settled")
+
+    def __init__(self, deadline=float("inf"), on_reply=lambda: None):
+        self.deadline = deadline
+        self.outcome = []
+        self.settled = threading.Event()
+        self._on_reply = on_reply
+
+    def succeed(self, frame):
+        self._on_reply()
+        self._settle("reply")
+
+    def fail(self, reason):
+        self._settle("lost")
+
+    def expire(self):
+        self._settle("expired")
+
+    def _settle(self, outcome):
+        self.outcome.append(outcome)
+        self.settled.set()
+
+
+def run_soon(task):
+    threading.Thread(target=task).start()
+
+
+@pytest.fixture
+def link():
+    """A multiplex and the bare end of its connection."""
+    requests, closed = [], []
+    with joined(InprocTransport()) as (here, there):
+        multiplex = Multiplex(
+            here,
+            "test",
+            lambda _, frame: requests.append(frame),
+            lambda _, reason: closed.append(reason),
+            lambda: None,
+            run_soon,
+        )
+        multiplex.requests, multiplex.closed = requests, closed
+        multiplex.start()
+        yield multiplex, there
+        multiplex.interrupt()
+        multiplex.join(PATIENCE)
+
+
+def test_replies_find_their_calls_in_any_order(link):
+    multiplex, there = link
+    calls = {number: Call() for number in range(20)}
+    for number, call in calls.items():
+        multiplex.expect(number, call)
+    for number in reversed(range(20)):
+        there.send(Kind.REPLY if number % 2 else Kind.ERROR, call_id=number)
+    assert all(call.settled.wait(PATIENCE) for call in calls.values())
+    assert all(call.outcome == ["reply"] for call in calls.values())
+    assert multiplex.pending_count == 0
+
+
+def test_a_reply_that_comes_twice_or_to_nobody_is_dropped(link):
+    multiplex, there = link
+    call = Call()
+    multiplex.expect(1, call)
+    for number in (1, 1, 9):
+        there.send(Kind.REPLY, call_id=number)
+    there.send(Kind.REPLY, call_id=2)
+    assert call.settled.wait(PATIENCE)
+    last = Call()
+    multiplex.expect(3, last)
+    there.send(Kind.REPLY, call_id=3)
+    assert last.settled.wait(PATIENCE)
+    assert call.outcome == ["reply"]
+
+
+def test_calls_expire_at_their_deadline(link):
+    multiplex, there = link
+    early, late, never = Call(10.0), Call(20.0), Call()
+    for number, call in enumerate((early, late, never)):
+        multiplex.expect(number, call)
+    multiplex.tick(9.0)
+    assert multiplex.pending_count == 3
+    multiplex.tick(10.0)
+    assert early.settled.wait(PATIENCE)
+    assert early.outcome == ["expired"]
+    assert multiplex.pending_count == 2
+    there.send(Kind.REPLY, call_id=0)  # too late
+    multiplex.tick(1e9)
+    assert late.settled.wait(PATIENCE)
+    assert never.outcome == []
+
+
+def test_an_end_fails_all_that_waits_and_all_that_comes(link):
+    multiplex, there = link
+    calls = [Call() for _ in range(5)]
+    for number, call in enumerate(calls):
+        multiplex.expect(number, call)
+    there.close()
+    assert all(call.settled.wait(PATIENCE) for call in calls)
+    assert all(call.outcome == ["lost"] for call in calls)
+    assert multiplex.is_closed
+    assert len(multiplex.closed) == 1
+    with pytest.raises(ConnectionClosed):
+        multiplex.expect(9, Call())
+
+
+def test_a_stuck_reader_is_replaced_and_leaves_when_it_is_free(link):
+    multiplex, there = link
+    release = threading.Event()
+    stuck = Call(on_reply=lambda: release.wait(PATIENCE))
+    multiplex.expect(1, stuck)
+    there.send(Kind.REPLY, call_id=1)
+    for number in range(2, 6):
+        call = Call()
+        multiplex.expect(number, call)
+        there.send(Kind.REPLY, call_id=number)
+        end = time.monotonic() + PATIENCE
+        while not call.settled.wait(0.005):
+            multiplex.tick(time.monotonic())
+            assert time.monotonic() < end
+    assert len(multiplex._readers) == 2
+    release.set()
+    assert stuck.settled.wait(PATIENCE)
+    end = time.monotonic() + PATIENCE
+    while len(multiplex._readers) > 1:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def test_readers_never_read_at_once(link):
+    """However the clock's look falls between two frames, there is one reader."""
+    multiplex, there = link
+    inside, worst = [], []
+    receive = multiplex._connection.receive
+
+    def watched():
+        inside.append(1)
+        worst.append(len(inside))
+        try:
+            return receive()
+        finally:
+            inside.pop()
+
+    multiplex._connection.receive = watched
+    there.send(Kind.PONG)  # the reader comes around, and uses the watched one from now on
+    stop = threading.Event()
+
+    def look():
+        while not stop.is_set():
+            multiplex.tick(time.monotonic() + 1.0)  # every reader seems stuck
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    calls = []
+    for number in range(500):
+        calls.append(Call())
+        multiplex.expect(number, calls[-1])
+        there.send(Kind.REPLY, call_id=number)
+    assert all(call.settled.wait(PATIENCE) for call in calls)
+    stop.set()
+    looking.join()
+    assert max(worst) == 1
+
+
+# -- between processes
+
+
+def add(a, b):
+    return a + b
+
+
+def sleep(seconds):
+    time.sleep(seconds)
+
+
+def test_a_callback_of_a_failed_call_may_wait_for_another_that_fails_with_it():
+    with cluster(2) as group:
+        futures = [rpc.rpc_async("worker1", sleep, (60,)) for _ in range(6)]
+        # each waits for its neighbour to the left and to the right
+        chained = [
+            future.then(lambda f, i=i: wait_for_both(futures[i - 1], futures[(i + 1) % 6]))
+            for i, future in enumerate(futures)
+        ]
+        group.kill("worker1")
+        assert torch.futures.wait_all(chained) == [2] * 6
+
+
+def wait_for_both(*futures):
+    lost = 0
+    for future in futures:
+        try:
+            future.wait()
+        except WorkerLost:
+            lost += 1
+    return lost
+
+
+@pytest.mark.parametrize("to", ["worker0", "worker1"])
+def test_a_callback_of_a_late_call_does_not_stop_the_clock(to):
+    with cluster(2):
+        release = threading.Event()
+        slow = rpc.rpc_async(to, sleep, (1.0,), timeout=0.05)
+        held_up = slow.then(lambda f: release.wait(PATIENCE))
+        begun = time.monotonic()
+        with pytest.raises(RpcTimeout):
+            rpc.rpc_async(to, sleep, (1.0,), timeout=0.1).wait()
+        assert time.monotonic() - begun < 0.9
+        release.set()
+        assert held_up.wait()
