@@ -136,7 +136,7 @@ class Cluster:
                 self._busy += 1
             try:
                 self.messengers[to].handlers[kind](source, body)
-            except Exception as error:  # noqa: BLE001
+            except Exception as error:
                 self.failures.append(error)
             with self._changed:
                 self._busy -= 1

@@ -41,7 +41,7 @@ def trainer(rank, path, outcomes, options):
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
         outcomes.put("")
-    except BaseException:  # noqa: BLE001
+    except BaseException:
         outcomes.put(traceback.format_exc())
 
 

@@ -179,7 +179,7 @@ def test_passes_of_many_contexts_run_side_by_side_through_the_same_leaves(seed):
         try:
             for s in seeds:
                 check(s, world, cluster, wanted[s])
-        except BaseException as error:  # noqa: BLE001
+        except BaseException as error:
             errors.append(error)
 
     with Cluster(size, seed=seed, threads=4) as cluster:

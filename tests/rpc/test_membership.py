@@ -94,7 +94,7 @@ def test_one_that_leaves_fails_no_call_of_the_others():
             while not stop.is_set():
                 try:
                     assert rpc.rpc_sync("worker2", add, (1, 1)) == 2
-                except Exception as error:  # noqa: BLE001 - told to the test
+                except Exception as error:
                     failures.append(error)
                     return
 
@@ -130,7 +130,7 @@ def try_to_join(name, rank, options, line, size=None):
         rpc.init_rpc(name, rank=rank, world_size=size, rpc_backend_options=options)
         line.send("joined")
         rpc.shutdown()
-    except Exception as error:  # noqa: BLE001 - told to the test
+    except Exception as error:
         line.send(f"{type(error).__name__}: {error}")
 
 
@@ -170,7 +170,7 @@ def run_group(size, init_method, line, rank, environment, name=None):
         line.send(rpc.rpc_sync(other, add, (torch.ones(2), rank)).tolist())
         rpc.shutdown()
         line.send("ended")
-    except Exception as error:  # noqa: BLE001 - told to the test
+    except Exception as error:
         line.send(f"{type(error).__name__}: {error}")
 
 

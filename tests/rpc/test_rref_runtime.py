@@ -92,7 +92,7 @@ class Cluster:
             if hasattr(function, ASYNC_MARK):
                 result = result.wait()
             future.set_result(result)
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:
             future.set_exception(error)
         return future if mode == "async" else future.wait()
 
@@ -103,7 +103,7 @@ class Cluster:
         entry = self.tables[owner].owner_created(rref_id, fork_id, caller)
         try:
             entry.set_value(self.on(owner, function, *args, **kwargs))
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:
             entry.set_error(error)
         self.tables[caller].creation_finished(fork_id)
         return rref

@@ -244,7 +244,7 @@ def call_from_many_threads(to, count):
     def call():
         try:
             assert rpc.rpc_sync(to, nap) is None
-        except Exception as error:  # noqa: BLE001 - told to the test
+        except Exception as error:
             failures.append(error)
 
     threads = [threading.Thread(target=call) for _ in range(count)]
@@ -284,7 +284,7 @@ def in_background(function):
     def run():
         try:
             result.append(function())
-        except Exception as error:  # noqa: BLE001 - told to the test
+        except Exception as error:
             result.append(error)
 
     thread = threading.Thread(target=run)
@@ -358,7 +358,7 @@ def join_with(options, line):
     try:
         rpc.init_rpc("outsider", rank=1, world_size=2, rpc_backend_options=options)
         line.send(repr(rpc.rpc_sync("worker0", add, (1, 1), timeout=5)))
-    except Exception as error:  # noqa: BLE001 - told to the test
+    except Exception as error:
         line.send(f"{type(error).__name__}: {error}")
     finally:
         with contextlib.suppress(EOFError):

@@ -286,7 +286,7 @@ def test_many_threads_share_a_codec() -> None:
                 arrived = send(value)
                 assert arrived[0].tolist() == [float(number)] * 3
                 assert arrived[1:] == value[1:]
-        except BaseException as error:  # noqa: BLE001 - handed to the test's thread
+        except BaseException as error:
             failures.append(error)
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]

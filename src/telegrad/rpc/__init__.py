@@ -3,11 +3,6 @@
 from telegrad.rpc import functions
 from telegrad.rpc.api import (
     UNSET_RPC_TIMEOUT,
-    _all_gather,
-    _barrier,
-    _rref_context_get_debug_info,
-    _set_rpc_timeout,
-    _wait_all,
     get_rpc_timeout,
     get_worker_info,
     init_rpc,
@@ -16,6 +11,21 @@ from telegrad.rpc.api import (
     rpc_async,
     rpc_sync,
     shutdown,
+)
+from telegrad.rpc.api import (
+    _all_gather as _all_gather,
+)
+from telegrad.rpc.api import (
+    _barrier as _barrier,
+)
+from telegrad.rpc.api import (
+    _rref_context_get_debug_info as _rref_context_get_debug_info,
+)
+from telegrad.rpc.api import (
+    _set_rpc_timeout as _set_rpc_timeout,
+)
+from telegrad.rpc.api import (
+    _wait_all as _wait_all,
 )
 from telegrad.rpc.options import RpcOptions, TlsOptions
 from telegrad.rpc.rref import RRef

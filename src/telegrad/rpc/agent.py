@@ -245,9 +245,12 @@ class Agent:
     def post(self, to: int, kind: Kind, body: Any) -> None:
         encoded = self.codec.encode(body, to)
         conversation: Conversation | None = getattr(self._thread, "conversation", None)
-        if conversation is not None and conversation.source == to:
-            if conversation.take(kind, encoded):
-                return
+        if (
+            conversation is not None
+            and conversation.source == to
+            and conversation.take(kind, encoded)
+        ):
+            return
         if to == self.info.id:
             frame = _copied(
                 kind, Flags.NO_ANSWER, 0, NO_CONTEXT, -1, (encoded.payload,), encoded.buffers
@@ -399,7 +402,9 @@ class Agent:
         if handler is None:
             raise TelegradError(f"this worker does not handle {frame.kind.name} messages")
         value = handler(source, self._decode(source, frame, frame.body))
-        return (None, value) if isinstance(value, torch._C.Future) else (value, None)
+        if isinstance(value, torch._C.Future):
+            return None, value  # type: ignore[return-value]
+        return value, None
 
     def unpack_call(
         self, source: int, frame: Frame, offset: int
@@ -497,8 +502,8 @@ class Agent:
 
     def work_counts(self) -> tuple[int, int]:
         """How many messages have been begun and ended here, ever."""
-        ended = self._ended.__reduce__()[1][0]
-        return self._begun.__reduce__()[1][0], ended
+        ended = _count(self._ended)  # read first: what ends in between must not look unbegun
+        return _count(self._begun), ended
 
     def pending_calls(self) -> int:
         return sum(peer.pending_count for peer in self.network.peers())
@@ -551,6 +556,11 @@ class AsyncCall(PendingCall):
                     seconds=self.seconds,
                 )
             )
+
+
+def _count(counter: itertools.count[int]) -> int:
+    """How often `next` was called: the only way to look at it is the way it is pickled."""
+    return int(counter.__reduce__()[1][0])
 
 
 def name_in(frame: Frame, offset: int) -> bytes:

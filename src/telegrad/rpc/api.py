@@ -11,8 +11,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import torch.distributed as dist
 import torch.futures
+from torch._C._distributed_c10d import Store
 from torch.futures import Future
 
 from telegrad.errors import RpcTimeout, TelegradError
@@ -53,7 +53,7 @@ def init_rpc(
     world_size: int | None = None,
     rpc_backend_options: RpcOptions | None = None,
     *,
-    store: dist.Store | None = None,
+    store: Store | None = None,
 ) -> None:
     """Makes this process a worker: it can call others from now on, and be called.
 

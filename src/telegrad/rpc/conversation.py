@@ -3,7 +3,7 @@
 Often the handler of a post answers by posting to the sender: gradients go to a worker, which runs
 its part of the backward pass and sends gradients back. Two one-way messages then cost two receipts,
 and two thread wake-ups at the first sender: of the thread that gets the second message, and of the
-one that has been waiting for it. In a conversation the sender waits on the lane itself, and whatever
+one that has been waiting for it. In a conversation the sender waits on the lane itself, and what
 the handler posts to it until it is done travels in the receipt.
 
 The handler's side may end the conversation early, before it turns to something that has nothing to

@@ -47,8 +47,8 @@ from telegrad.wire.frames import Flags, Frame, Kind
 
 __all__ = ["Peer"]
 
-# How long an idle lane may take to swallow a message. The usual timeout of calls: a lane that serves
-# both does not have to be told a new one each time.
+# How long an idle lane may take to swallow a message. It is the usual timeout of calls: a lane that
+# serves both does not have to be told a new one each time.
 _POST_SECONDS = 60.0
 _MOST_POSTED = 32  # lanes with a receipt outstanding; beyond it posts share the multiplex
 _RECEIPT_SECONDS = 60.0  # without its receipt for so long, a lane is closed

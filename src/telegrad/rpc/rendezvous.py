@@ -26,6 +26,7 @@ from typing import Any
 from urllib.parse import urlparse
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from telegrad.errors import TelegradError
 from telegrad.ids import MAX_WORKER_ID
@@ -55,7 +56,8 @@ class Record:
 
 
 def host_identity() -> str:
-    """Equal for processes that can use each other's Unix sockets: one boot, one network namespace."""
+    """Equal for processes that can use each other's Unix sockets: of one boot, and one network
+    namespace."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             boot = file.read().strip()
@@ -64,7 +66,7 @@ def host_identity() -> str:
         return socket.gethostname()
 
 
-def meet(options: RpcOptions, rank: int, world_size: int | None) -> tuple[dist.Store, int, int]:
+def meet(options: RpcOptions, rank: int, world_size: int | None) -> tuple[Store, int, int]:
     """Opens the store where the workers meet.
 
     Returns:
@@ -81,10 +83,12 @@ def meet(options: RpcOptions, rank: int, world_size: int | None) -> tuple[dist.S
     if world_size is None:
         if rank < 0:
             raise _missing_rank(scheme)
-        store = dist._create_store_from_options(options, rank)
+        create: Any = dist._create_store_from_options  # type: ignore[attr-defined]
+        store = create(options, rank)
         size = 0
     else:
-        iterator = dist.rendezvous(options.init_method, rank=rank, world_size=world_size)
+        rendezvous: Any = dist.rendezvous  # type: ignore[attr-defined]
+        iterator = rendezvous(options.init_method, rank=rank, world_size=world_size)
         store, rank, size = next(iterator)
         _iterators.append(iterator)
     if options.rpc_timeout:
@@ -119,7 +123,7 @@ def _check(rank: int, world_size: int | None) -> None:
         raise ValueError(f"rank must be at most {MAX_WORKER_ID}, got {rank}")
 
 
-def _fresh(store: dist.Store, place: str, rank: int) -> dist.Store:
+def _fresh(store: Store, place: str, rank: int) -> Store:
     """The part of the store that belongs to this start of the group.
 
     A process that starts again at the same meeting place uses fresh keys; so do the others, in step
@@ -132,13 +136,13 @@ def _fresh(store: dist.Store, place: str, rank: int) -> dist.Store:
         number = _starts[place]
         store.set(last, str(number))
     _starts[place] += 1
-    return dist.PrefixStore(f"telegrad/{number}", store)
+    return PrefixStore(f"telegrad/{number}", store)
 
 
 class Directory:
     """The records of a group, kept in a store."""
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
+    def __init__(self, store: Store, rank: int, world_size: int) -> None:
         self._store = store
         self._rank = rank
         self._world_size = world_size

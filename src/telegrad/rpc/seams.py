@@ -74,7 +74,7 @@ class Messenger(Protocol):
         the handler raised. `timeout` None is the agent's default, 0 is none."""
 
     def handle(self, kind: Kind, handler: Handler) -> None:
-        """Registers the handler of a kind of message. Done once per kind, before the agent starts."""
+        """Registers the handler of a kind of message; once per kind, before the agent starts."""
 
     def watch_losses(self, callback: Callable[[int, str], None]) -> None:
         """`callback(worker_id, reason)` runs once for each worker that is lost, on a thread of its

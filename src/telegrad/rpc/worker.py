@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from telegrad.errors import RpcTimeout, TelegradError, WorkerLost
 from telegrad.rpc import current
@@ -235,7 +235,7 @@ def start_worker(
     rank: int,
     world_size: int | None,
     options: RpcOptions,
-    store: dist.Store | None = None,
+    store: Store | None = None,
 ) -> Worker:
     """Joins a group.
 
