@@ -440,9 +440,10 @@ def test_references_in_a_message_that_was_not_sent_are_taken_back(cluster):
 def test_a_function_can_wait_until_its_arguments_are_confirmed(lossy_cluster):
     cluster = lossy_cluster
     rref = cluster.remote(1, 0, Counter)
-    with cluster.tables[2].unpacking() as unconfirmed:
-        child = cluster.send(rref, 1, 2)
+    child = cluster.send(rref, 1, 2)
+    unconfirmed = cluster.tables[2].take_unconfirmed()
     assert unconfirmed == [child]
+    assert cluster.tables[2].take_unconfirmed() == []
     confirmed = []
     cluster.tables[2].when_confirmed(
         unconfirmed, lambda: confirmed.append(child.confirmed_by_owner())

@@ -12,8 +12,7 @@ a wave failed anywhere, when a worker of the context is lost, or when the contex
 a profiler watches its thread it also runs the later waves of this worker there, where the profiler
 sees them.
 
-A failed pass is told to every worker of the context: each that hears of it for the first time drops
-the pass, refuses what still arrives for it, and tells those it knows.
+How a pass fails is told in `failures`.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from telegrad.autograd.context import DistAutogradContext
+from telegrad.autograd.failures import Failure, PassFailures
 from telegrad.autograd.pass_protocol import (
     AskReachability,
     Complete,
@@ -37,7 +37,6 @@ from telegrad.autograd.pass_protocol import (
 )
 from telegrad.autograd.passes import (
     Arrival,
-    Failure,
     LivePass,
     check_roots,
     pack_credit,
@@ -54,8 +53,6 @@ from telegrad.rpc.seams import Messenger
 from telegrad.wire.frames import Kind
 
 __all__ = ["AutogradEngine"]
-
-_ANY_PASS = -1
 
 
 class _Parcel(NamedTuple):
@@ -79,10 +76,10 @@ class AutogradEngine(ContextRegistry):
             worker_id = messenger.worker_id
         if worker_id is None:
             raise ValueError("an engine without an agent needs a worker id")
-        super().__init__(worker_id, messenger, self._context_freed)
+        self._failures = PassFailures(worker_id, messenger, self)
+        super().__init__(worker_id, messenger, self._failures.context_freed)
         self.worker_id = worker_id
         self._pass_ids = WorkerCounter(worker_id)
-        self._incident_ids = WorkerCounter(worker_id)
         self._handlers: dict[Kind, Callable[[int, Any], Any]] = {
             Kind.GRADIENTS: self._gradients_arrived,
             Kind.PASS_ANSWER: self._credit_returned,
@@ -90,12 +87,12 @@ class AutogradEngine(ContextRegistry):
             Kind.PASS_REACHABILITY: self._reachability_told,
             Kind.PASS_STRIKE: self._struck_off,
             Kind.PASS_END: self._pass_ended,
-            Kind.PASS_ABORT: self._abort_told,
+            Kind.PASS_ABORT: self._failures.told,
         }
         if messenger is not None:
             for kind, handler in self._handlers.items():
                 messenger.handle(kind, handler)
-            messenger.watch_losses(self._worker_lost)
+            messenger.watch_losses(self._failures.worker_lost)
 
     # What users ask
 
@@ -156,7 +153,9 @@ class AutogradEngine(ContextRegistry):
                     self._drain(context)
         finally:
             if not live.is_over:  # interrupted
-                self._fail(live, Failure("raised", self.worker_id, "backward was interrupted"))
+                self._failures.fail(
+                    live, Failure("raised", self.worker_id, "backward was interrupted")
+                )
             if live.interruption is not None:
                 live.interruption.close()
         if live.error is not None:
@@ -229,7 +228,7 @@ class AutogradEngine(ContextRegistry):
                 del found
         except Exception as error:  # noqa: BLE001  whatever user code raised ends the pass
             is_first = live.control is not None and bool(batch[0].roots)
-            self._fail(
+            self._failures.fail(
                 live, Failure.raised(self.worker_id, error), original=error if is_first else None
             )
             return None
@@ -245,9 +244,9 @@ class AutogradEngine(ContextRegistry):
             for (credit, reports), message in zip(parcels, outgoing, strict=True)
         ]
         last: _Parcel | None = None
-        if packed and live.caller_thread == threading.get_ident():
-            if packed[-1].to != self.worker_id:
-                last = packed.pop()
+        is_called_here = live.caller_thread == threading.get_ident()
+        if packed and is_called_here and packed[-1].to != self.worker_id:
+            last = packed.pop()
         for parcel in packed:
             if not self._send(live, parcel):
                 return None
@@ -294,7 +293,7 @@ class AutogradEngine(ContextRegistry):
         """Sends a message and takes what comes back; the next round of the caller's loop runs it.
 
         The wait ends when the other worker's wave has, when that worker is lost, or when the pass
-        is over for another reason: `_finish` interrupts it then.
+        is over for another reason: `LivePass.finish` interrupts it then.
         """
         assert live.interruption is not None
         try:
@@ -317,7 +316,7 @@ class AutogradEngine(ContextRegistry):
 
     def _fail_to_send(self, live: LivePass, parcel: _Parcel, error: TelegradError) -> None:
         worker = parcel.to if isinstance(error, WorkerLost) else self.worker_id
-        self._fail(live, Failure.raised(worker, error))
+        self._failures.fail(live, Failure.raised(worker, error))
 
     def _gradients_arrived(self, source: int, body: Any) -> None:
         arrival = self._arrival(source, body)
@@ -331,7 +330,7 @@ class AutogradEngine(ContextRegistry):
         if live is None:
             return None
         if message_id not in live.local.sends:
-            self._fail(
+            self._failures.fail(
                 live,
                 Failure("raised", self.worker_id, f"no message {message_id} was sent from here"),
             )
@@ -359,7 +358,7 @@ class AutogradEngine(ContextRegistry):
         """The pass as it lives here, made now if need be; None if it, or its context, is over."""
         context = self.find(context_id)
         if context is None:
-            self._tell_abort(
+            self._failures.tell(
                 worker_of(pass_id),
                 context_id,
                 pass_id,
@@ -454,7 +453,7 @@ class AutogradEngine(ContextRegistry):
         context = live.context
         for effect in effects:
             if isinstance(effect, Complete):
-                self._finish(live, None)
+                live.finish(None)
             elif isinstance(effect, EndPass):
                 if effect.worker != self.worker_id:
                     self._tell(effect.worker, Kind.PASS_END, (context.id, live.id))
@@ -483,120 +482,10 @@ class AutogradEngine(ContextRegistry):
                 elif not self._tell(effect.worker, Kind.PASS_STRIKE, body):
                     return
 
-    def _finish(self, live: LivePass, error: BaseException | None) -> None:
-        with live.context.changed:
-            live.context.passes.pop(live.id, None)
-            if not live.is_over:
-                live.error = error
-                live.is_over = True
-                live.context.changed.notify_all()
-        if error is not None and live.interruption is not None:
-            live.interruption.interrupt()
-
-    # Failure
-
-    def _fail(
-        self, live: LivePass, failure: Failure, *, original: BaseException | None = None
-    ) -> None:
-        """The pass failed here."""
-        if live.control is not None and original is not None and live.control.failed():
-            self._finish(live, original)
-        self._abort(live.context, live.id, failure, told_by=None)
-        if live.initiator != self.worker_id and live.initiator not in live.context.contacts:
-            self._tell_abort(live.initiator, live.context.id, live.id, failure)
-
-    def _abort_told(self, source: int, body: Any) -> None:
-        context_id, pass_id, incident, failure = body
-        context = self.find(context_id)
-        if context is None:
-            return
-        if pass_id == _ANY_PASS:
-            self._loss_told(context, incident, Failure(*failure), told_by=source)
-        else:
-            self._abort(context, pass_id, Failure(*failure), told_by=source)
-
-    def _abort(
-        self, context: DistAutogradContext, pass_id: int, failure: Failure, *, told_by: int | None
-    ) -> None:
-        with context.changed:
-            if pass_id in context.ended:
-                return
-            context.ended.add(pass_id)
-            live = context.passes.pop(pass_id, None)
-            contacts = context.contacts - {told_by, self.worker_id}
-            is_mine = live is not None and live.control is not None and live.control.failed()
-        if live is not None and is_mine:
-            self._finish(live, failure.error())
-        for worker in contacts:
-            self._tell_abort(worker, context.id, pass_id, failure)
-
-    def _tell_abort(
-        self, worker: int, context_id: int, pass_id: int, failure: Failure, incident: int = 0
-    ) -> None:
-        if worker == self.worker_id:
-            self._abort_told(worker, (context_id, pass_id, incident, failure.pack()))
-            return
-        if self._messenger is not None:
-            try:
-                self._messenger.post(
-                    worker, Kind.PASS_ABORT, (context_id, pass_id, incident, failure.pack())
-                )
-            except WorkerLost:
-                pass  # nothing lives there any more
-
-    def _worker_lost(self, worker: int, reason: str) -> None:
-        """Any pass of a context that the worker knew may have lost credit with it."""
-        failure = Failure("lost", worker, f"the worker was lost during a backward pass: {reason}")
-        for context in self.contexts:
-            with context.changed:
-                for pass_id in [id_ for id_ in context.passes if worker_of(id_) == worker]:
-                    context.ended.add(pass_id)
-                    del context.passes[pass_id]
-                is_concerned = worker in context.contacts
-            if is_concerned:
-                self._loss_told(context, self._incident_ids.next(), failure, told_by=None)
-        self.worker_lost(worker)
-
-    def _loss_told(
-        self, context: DistAutogradContext, incident: int, failure: Failure, *, told_by: int | None
-    ) -> None:
-        with context.changed:
-            if incident in context.incidents:
-                return
-            context.incidents.add(incident)
-            mine = [live for live in context.passes.values() if live.control is not None]
-            contacts = context.contacts - {told_by, self.worker_id, failure.worker}
-        for live in mine:
-            self._fail(live, failure)
-        for worker in contacts:
-            self._tell_abort(worker, context.id, _ANY_PASS, failure, incident)
-
-    def _context_freed(self, context: DistAutogradContext) -> None:
-        with context.changed:
-            context.is_released = True
-            context.work.clear()
-            passes = list(context.passes.values())
-            context.passes.clear()
-        for live in passes:
-            if live.control is not None and live.control.failed():
-                failure = Failure(
-                    "released",
-                    self.worker_id,
-                    f"Could not find autograd context with id: {context.id}: it was released, or "
-                    "its agent shut down, during the backward pass",
-                )
-                self._finish(live, failure.error())
-
-    def close(self) -> None:
-        """The worker ends: its contexts are freed here, and passes that wait for others fail."""
-        for context in self.contexts:
-            self._contexts.pop(context.id, None)
-            self._context_freed(context)
-
     # Messages
 
     def _tell(self, worker: int, kind: Kind, body: Any) -> bool:
-        """Posts to a worker of the pass; its loss is a matter for `_worker_lost` and the return
+        """Posts to a worker of the pass; its loss is a matter for `PassFailures` and the return
         value says whether it went out."""
         try:
             self._messenger_or_fail().post(worker, kind, body)
@@ -604,7 +493,7 @@ class AutogradEngine(ContextRegistry):
             context = self.find(body[0])
             live = None if context is None else context.passes.get(body[1])
             if live is not None and kind is not Kind.PASS_END:
-                self._fail(live, Failure.raised(worker, error))
+                self._failures.fail(live, Failure.raised(worker, error))
             return False
         return True
 

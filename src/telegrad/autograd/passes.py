@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -19,13 +17,12 @@ from telegrad.autograd.pass_protocol import (
     Standing,
 )
 from telegrad.autograd.waves import LocalPass
-from telegrad.errors import BackwardError, ContextError, TelegradError, WorkerLost
+from telegrad.errors import BackwardError
 from telegrad.ids import worker_of
 from telegrad.rpc.conversation import Interruption
 
 __all__ = [
     "Arrival",
-    "Failure",
     "LivePass",
     "check_roots",
     "pack_credit",
@@ -51,41 +48,6 @@ def unpack_credit(packed: tuple[int, int]) -> Credit:
 
 def unpack_reports(packed: PackedReports) -> Reports:
     return {worker: (n, Standing(standing)) for worker, n, standing in packed}
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why a pass ended: made where it happened, carried to whoever called `backward`."""
-
-    kind: str  # "raised", "lost" or "released"
-    worker: int
-    text: str
-    traceback: str = ""
-
-    @classmethod
-    def raised(cls, worker: int, error: BaseException) -> Failure:
-        if isinstance(error, WorkerLost):
-            return cls("lost", worker, str(error))
-        shown = "".join(traceback.format_exception(error))
-        return cls("raised", worker, str(error) or repr(error), shown)
-
-    def pack(self) -> tuple[str, int, str, str]:
-        return (self.kind, self.worker, self.text, self.traceback)
-
-    def error(self) -> TelegradError:
-        if self.kind == "lost":
-            return WorkerLost(
-                f"Error on Node {self.worker}: {self.text}",
-                worker=str(self.worker),
-                reason=self.text,
-            )
-        if self.kind == "released":
-            return ContextError(self.text)
-        return BackwardError(
-            f"Error on Node {self.worker}: {self.text}\n\nThere:\n{self.traceback}",
-            worker=self.worker,
-            traceback=self.traceback,
-        )
 
 
 class LivePass:
@@ -124,6 +86,17 @@ class LivePass:
         if self.local.is_waiting:
             return Standing.WAITING
         return Standing.CLOSED if self.local.is_closed and not self.is_kept else Standing.OPEN
+
+    def finish(self, error: BaseException | None) -> None:
+        """The pass is over, at its initiator: `backward` returns, or raises this."""
+        with self.context.changed:
+            self.context.passes.pop(self.id, None)
+            if not self.is_over:
+                self.error = error
+                self.is_over = True
+                self.context.changed.notify_all()
+        if error is not None and self.interruption is not None:
+            self.interruption.interrupt()
 
 
 class Arrival(NamedTuple):

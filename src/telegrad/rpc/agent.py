@@ -92,8 +92,8 @@ class Agent:
         )
         self.on_failure: Callable[[BaseException], None] | None = None
         """Hears of what functions raise here that others call; these are told in any case."""
-        self.admission: Callable[[], AbstractContextManager[None]] = nullcontext
-        """Stands around the unpacking of a call; the call runs when it has been left."""
+        self.admit: Callable[[], None] = _nothing
+        """Runs between the unpacking of a call and its function."""
         self.quick = QuickFunctions()
         self._call_offsets: dict[Kind, int] = {}
         self._thread = threading.local()
@@ -413,12 +413,12 @@ class Agent:
         body = memoryview(frame.body)
         (length,) = _CALL_HEAD.unpack_from(body, offset)
         start = offset + _CALL_HEAD.size
-        with self.admission():
-            if length:
-                func = function_named(bytes(body[start : start + length]))
-                args, kwargs = self._decode(source, frame, body[start + length :])
-            else:
-                func, args, kwargs = self._decode(source, frame, body[start:])
+        if length:
+            func = function_named(bytes(body[start : start + length]))
+            args, kwargs = self._decode(source, frame, body[start + length :])
+        else:
+            func, args, kwargs = self._decode(source, frame, body[start:])
+        self.admit()
         return func, args, kwargs or _NO_KWARGS
 
     def context_of(self, frame: Frame) -> AbstractContextManager[None]:
@@ -592,6 +592,10 @@ def _copied(
     """A message as it would come off a connection."""
     copies = [bytearray(buffer) for buffer in buffers]
     return Frame(kind, flags, call_id, context_id, message_id, b"".join(body), list(copies))
+
+
+def _nothing() -> None:
+    pass
 
 
 def _drop(*parts: Any) -> None:

@@ -179,7 +179,8 @@ def remote(
 def _id_of(worker: Worker, to: str | int | WorkerInfo) -> int:
     if isinstance(to, WorkerInfo):
         return to.id
-    return _find(worker, to).id
+    worker_id = worker.agent.network.id_of(to) if isinstance(to, str) else None
+    return worker_id if worker_id is not None else _find(worker, to).id
 
 
 def _find(worker: Worker, to: str | int) -> WorkerInfo:

@@ -174,12 +174,16 @@ class Network:
         with self._members_lock:
             return [record.info for _, record in sorted(self._records.items())]
 
-    def find(self, name: str) -> WorkerInfo | None:
+    def id_of(self, name: str) -> int | None:
         """A worker by its name; in an open group also one that has just come."""
         worker_id = self._ids.get(name)
         if worker_id is None and self._directory.is_open:
             self._read_newcomers()
             worker_id = self._ids.get(name)
+        return worker_id
+
+    def find(self, name: str) -> WorkerInfo | None:
+        worker_id = self.id_of(name)
         return None if worker_id is None else WorkerInfo(name, worker_id)
 
     def name_of(self, worker_id: int) -> str | None:

@@ -13,8 +13,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -82,7 +81,7 @@ class RemoteReferences:
         self.table.start()
         agent.handle(Kind.RREF_FETCH, self._on_fetch)
         agent.handle_frame(Kind.REMOTE, self._on_remote, REMOTE_HEAD.size)
-        agent.admission = self._admission
+        agent.admit = self._admit
 
     def _reduce(self, rref: RRef[Any], destination: int) -> Any:
         rebuild, (fields,) = self.table.reduce(rref, destination)
@@ -214,13 +213,11 @@ class RemoteReferences:
             return
         entry.set_value(value)
 
-    @contextmanager
-    def _admission(self) -> Iterator[None]:
-        """Around unpacking a call: waits until the owners know of the references among its
-        arguments, for a function may rely on it that each of them keeps its value. Ends by the
-        owners' answers, by their loss, or when the table is closed."""
-        with self.table.unpacking() as unconfirmed:
-            yield
+    def _admit(self) -> None:
+        """Between unpacking a call and running it: waits until the owners know of the references
+        among its arguments, for a function may rely on it that each of them keeps its value. Ends
+        by the owners' answers, by their loss, or when the table is closed."""
+        unconfirmed = self.table.take_unconfirmed()
         if unconfirmed:
             confirmed = threading.Event()
             self.table.when_confirmed(unconfirmed, confirmed.set)

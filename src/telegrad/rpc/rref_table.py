@@ -15,6 +15,7 @@ import itertools
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -34,6 +35,8 @@ from telegrad.wire.frames import Kind
 __all__ = ["Call", "Fetch", "RRefTable", "WorkerInfo"]
 
 _log = logging.getLogger(__name__)
+
+_MOST_NOTED = 64
 
 _CONTROL_KINDS = (
     Kind.RREF_FORK,
@@ -63,7 +66,8 @@ class _Packing(threading.local):
 
     def __init__(self) -> None:
         self.made: list[tuple[RRefId, ForkId]] | None = None
-        self.unconfirmed: list[RRef[Any]] | None = None
+        # Weak: what is unpacked other than for a call is taken by nobody.
+        self.unconfirmed: list[weakref.ref[RRef[Any]]] = []
 
 
 class RRefTable:
@@ -317,20 +321,21 @@ class RRefTable:
             new.error = partial(texts.deleted, rref_id, fork_id)
             return RRef._of(self, new)
         rref = RRef._of(self, record)
-        if not record.is_settled and self._packing.unconfirmed is not None:
-            self._packing.unconfirmed.append(rref)
+        if not record.is_settled:
+            noted = self._packing.unconfirmed
+            if len(noted) >= _MOST_NOTED:
+                noted[:] = [note for note in noted if note() is not None]
+            noted.append(weakref.ref(rref))
         return rref
 
-    @contextmanager
-    def unpacking(self) -> Iterator[list[RRef[Any]]]:
-        """Around unpacking a message. Gives a list which is filled with the references in it that
-        their owners do not know of yet; a function that gets such arguments is not to be run
-        before `when_confirmed`."""
-        outer, self._packing.unconfirmed = self._packing.unconfirmed, []
-        try:
-            yield self._packing.unconfirmed
-        finally:
-            self._packing.unconfirmed = outer
+    def take_unconfirmed(self) -> list[RRef[Any]]:
+        """The references unpacked on this thread, and not taken yet, whose owner does not know of
+        them. A function that gets such arguments is not to be run before `when_confirmed`."""
+        noted = self._packing.unconfirmed
+        if not noted:
+            return []
+        self._packing.unconfirmed = []
+        return [rref for note in noted if (rref := note()) is not None]
 
     def when_confirmed(self, rrefs: list[RRef[Any]], callback: Callable[[], None]) -> None:
         """Runs `callback` once each is confirmed or has failed; at once, if so. Their owners'

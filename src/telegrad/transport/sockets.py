@@ -75,7 +75,7 @@ class SocketConnection:
             length += len(part)
         header = pack_header(kind, flags, len(buffers), call_id, context_id, message_id, length)
         if not buffers:
-            self._write([header, *body], ())
+            self._write([header, *body], (), HEADER.size + length)
             return
         table = bytearray()
         streamed: list[memoryview] = []
@@ -97,13 +97,14 @@ class SocketConnection:
                 if is_new:
                     announced.append(descriptor)
         try:
-            self._write([header, table, *body, *streamed], announced)
+            parts = [header, table, *body, *streamed]
+            self._write(parts, announced, sum(len(part) for part in parts))
         except BaseException:
             if memory is not None:
                 memory.abandon(lent)  # whether the peer has learnt of them is not known
             raise
 
-    def _write(self, parts: list[Any], descriptors: Sequence[int]) -> None:
+    def _write(self, parts: list[Any], descriptors: Sequence[int], total: int) -> None:
         try:
             if descriptors:
                 rights = array.array("i", descriptors)
@@ -112,10 +113,9 @@ class SocketConnection:
                 )
             else:
                 sent = self._socket.sendmsg(parts[:_MOST_PARTS])
-            total = sum(len(part) for part in parts)
             while sent < total:
                 parts = _after(parts, sent)
-                total = sum(len(part) for part in parts)
+                total -= sent
                 sent = self._socket.sendmsg(parts[:_MOST_PARTS])
         except BlockingIOError:
             raise TransportTimeout from None
@@ -225,7 +225,7 @@ class SocketConnection:
     # -- bytes outside of frames: the handshake
 
     def send_bytes(self, data: bytes) -> None:
-        self._write([data], ())
+        self._write([data], (), len(data))
 
     def receive_bytes(self, length: int) -> bytes:
         # Exactly these: a frame right behind them may carry descriptors, which are taken only
@@ -280,7 +280,7 @@ class TlsConnection(SocketConnection):
         sock.setblocking(False)
         self._step_lock = threading.Lock()  # one step of OpenSSL at a time
 
-    def _write(self, parts: list[Any], descriptors: Sequence[int]) -> None:
+    def _write(self, parts: list[Any], descriptors: Sequence[int], total: int) -> None:
         small = b"".join(bytes(part) for part in parts if len(part) < _POOLED_FROM)
         if sum(len(part) for part in parts) == len(small):
             parts = [small]

@@ -1,0 +1,70 @@
+"""Pairs of processes that use autograd and then end as a script does, all the way through the end of
+the interpreter. Prints the exit codes of those that did not end well.
+
+    python exit_program.py <how it ends> <pairs> <directory>
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+import torch
+
+import telegrad.autograd as dist_autograd
+from telegrad import rpc
+
+
+def multiply(x, y):
+    return x * y
+
+
+def sleep(seconds):
+    time.sleep(seconds)
+
+
+def run(rank, store, ending):
+    options = rpc.RpcOptions(init_method=f"file://{store}")
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+    x = torch.ones(3, requires_grad=True)
+    for _ in range(3):
+        with dist_autograd.context() as context_id:
+            y = rpc.rpc_sync(f"worker{1 - rank}", multiply, args=(x, x))
+            z = rpc.rpc_async(f"worker{1 - rank}", multiply, args=(y, x)).wait()
+            dist_autograd.backward(context_id, [z.sum()])
+            assert dist_autograd.get_gradients(context_id)[x].tolist() == [3, 3, 3]
+    if ending == "graceful":
+        rpc.shutdown()
+        return
+    # Nobody may leave before the other is done.
+    rpc.api._all_gather(rank)
+    if ending == "ungraceful":
+        rpc.shutdown(graceful=False)
+    elif ending == "abandoned":
+        pending = [rpc.rpc_async(f"worker{1 - rank}", sleep, args=(0.05,)) for _ in range(3)]
+        context = dist_autograd._new_context()
+        pending.append(rpc.rpc_async(f"worker{1 - rank}", multiply, args=(x, x)))
+        assert len(pending) == 4
+        assert context is not None
+
+
+def main(ending, pairs, directory):
+    ended_badly = []
+    for pair in range(pairs):
+        children = []
+        for rank in range(2):
+            child = os.fork()
+            if child == 0:
+                run(rank, f"{directory}/store{pair}", ending)
+                return  # ends the interpreter, as a script does
+            children.append(child)
+        for child in children:
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            if code:
+                ended_badly.append(code)
+    print("ended badly:", ended_badly)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
