@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 import unittest
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -47,39 +47,52 @@ class _Running:
     verdict: Connection
     output: IO[bytes]
     began: float
+    deadline: float
 
     def read_output(self) -> str:
         self.output.seek(0)
         return self.output.read().decode(errors="replace")
 
 
-def run_all(tests: Sequence[TestId], *, jobs: int, timeout: float) -> Iterator[Outcome]:
-    """Runs tests, `jobs` at a time; gives each outcome as it comes."""
+def run_all(
+    tests: Sequence[TestId], *, jobs: int, timeout: Callable[[TestId], float]
+) -> Iterator[Outcome]:
+    """Runs tests, `jobs` at a time, each for `timeout(test)` seconds at most; gives each outcome
+    as it comes."""
     waiting = list(reversed(tests))
     running: list[_Running] = []
     try:
         while waiting or running:
             while waiting and len(running) < jobs:
-                running.append(_start(waiting.pop()))
-            first_end = min(run.began for run in running) + timeout
+                test = waiting.pop()
+                running.append(_start(test, timeout(test)))
+            first_end = min(run.deadline for run in running)
             wait([run.verdict for run in running], max(0.0, first_end - time.monotonic()))
             for run in list(running):
-                is_over = time.monotonic() - run.began > timeout
+                is_over = time.monotonic() > run.deadline
                 if run.verdict.poll() or is_over or not run.process.is_alive():
                     running.remove(run)
-                    yield _finish(run, timeout)
+                    yield _finish(run)
     finally:
         for run in running:
             _kill(run)
 
 
-def _start(test: TestId) -> _Running:
+def _start(test: TestId, timeout: float) -> _Running:
     ours, theirs = _fork.Pipe(duplex=False)
     output = tempfile.TemporaryFile()  # noqa: SIM115 - until the test has ended
     process = _fork.Process(target=_run, args=(test, theirs, output.fileno()))
     process.start()
     theirs.close()
-    return _Running(test=test, process=process, verdict=ours, output=output, began=time.monotonic())
+    began = time.monotonic()
+    return _Running(
+        test=test,
+        process=process,
+        verdict=ours,
+        output=output,
+        began=began,
+        deadline=began + timeout,
+    )
 
 
 def _run(test: TestId, verdict: Connection, output: int) -> None:
@@ -103,13 +116,16 @@ def _run(test: TestId, verdict: Connection, output: int) -> None:
     sys.stdout.flush()
 
 
-def _finish(run: _Running, timeout: float) -> Outcome:
+def _finish(run: _Running) -> Outcome:
     try:
         if run.verdict.poll():
             status, reason = run.verdict.recv()
         elif run.process.is_alive():
             _dump_stacks(run)
-            status, reason = "failed", f"TimeoutError: not done after {timeout:g} seconds"
+            status, reason = (
+                "failed",
+                f"TimeoutError: not done after {run.deadline - run.began:g} seconds",
+            )
         else:
             status, reason = "failed", f"its process died with code {run.process.exitcode}"
     except EOFError:

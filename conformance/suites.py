@@ -11,9 +11,7 @@ from typing import Any, NamedTuple
 
 from conformance.standins import provide_expecttest
 
-__all__ = ["SCRIPT_SUITES", "TestId", "load", "make_case"]
-
-SCRIPT_SUITES = ("JitRpcTest", "JitDistAutogradTest", "JitFaultyAgentRpcTest")
+__all__ = ["TestId", "load", "make_case"]
 
 _classes: dict[str, type[unittest.TestCase]] = {}
 

@@ -24,7 +24,7 @@ def sleep(seconds):
     time.sleep(seconds)
 
 
-def run(rank, store, ending):
+def run(rank, store, ending, meet, pair):
     options = rpc.RpcOptions(init_method=f"file://{store}")
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
     x = torch.ones(3, requires_grad=True)
@@ -34,35 +34,43 @@ def run(rank, store, ending):
             z = rpc.rpc_async(f"worker{1 - rank}", multiply, args=(y, x)).wait()
             dist_autograd.backward(context_id, [z.sum()])
             assert dist_autograd.get_gradients(context_id)[x].tolist() == [3, 3, 3]
+    meet()  # neither leaves before the other is done
     if ending == "graceful":
         rpc.shutdown()
-        return
-    # Nobody may leave before the other is done.
-    rpc.api._all_gather(rank)
-    if ending == "ungraceful":
+    elif ending == "ungraceful":
         rpc.shutdown(graceful=False)
     elif ending == "abandoned":
-        pending = [rpc.rpc_async(f"worker{1 - rank}", sleep, args=(0.05,)) for _ in range(3)]
-        context = dist_autograd._new_context()
-        pending.append(rpc.rpc_async(f"worker{1 - rank}", multiply, args=(x, x)))
-        assert len(pending) == 4
-        assert context is not None
+        dist_autograd._new_context()
+        for _ in range(3):
+            rpc.rpc_async(f"worker{1 - rank}", sleep, args=(0.05,))
+            rpc.rpc_async(f"worker{1 - rank}", multiply, args=(x, x))
+    elif ending == "bereaved" and rank == 1:
+        time.sleep(0.02 * pair)  # the other is in the middle of its end
+        os._exit(0)
 
 
 def main(ending, pairs, directory):
     ended_badly = []
     for pair in range(pairs):
+        ends = [os.pipe(), os.pipe()]
         children = []
         for rank in range(2):
             child = os.fork()
             if child == 0:
-                run(rank, f"{directory}/store{pair}", ending)
+
+                def meet(mine=ends[rank], others=ends[1 - rank]):
+                    os.write(others[1], b".")
+                    os.read(mine[0], 1)
+
+                run(rank, f"{directory}/store{pair}", ending, meet, pair)
                 return  # ends the interpreter, as a script does
             children.append(child)
         for child in children:
             code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
             if code:
                 ended_badly.append(code)
+        for end in (*ends[0], *ends[1]):
+            os.close(end)
     print("ended badly:", ended_badly)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from telegrad import autograd
 from telegrad.autograd.engine import AutogradEngine
+from telegrad.autograd.thread_state import wait_at_exit
 from telegrad.rpc import current
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.rref import RRef, set_rref_backward
@@ -30,6 +31,7 @@ def attach() -> None:
 
 class _Attached:
     def __init__(self, agent: Agent) -> None:
+        wait_at_exit()
         self.engine = AutogradEngine(agent)
         agent.recorder = self.engine
 

@@ -94,10 +94,13 @@ class DistAutogradContext:
 
     def add_gradients(self, found: Iterable[LeafGradient], *, create_graph: bool) -> None:
         """Sums what a wave found at the leaves. One wave at a time calls this."""
-        for leaf, gradient in found:
+        for leaf, gradient, replaced in found:
             total = self.gradients.get(leaf)
-            if total is None:
+            if total is None or total is replaced:
                 self.gradients[leaf] = gradient
+            elif replaced is not None:
+                self.gradients[leaf] = leaves.add(total, gradient - replaced)
+                self._sums.add(leaf)
             elif create_graph or total.requires_grad:
                 self.gradients[leaf] = leaves.add(total, gradient)
                 self._sums.discard(leaf)

@@ -4,10 +4,12 @@ TorchScript's threads and the engine's device threads see what was set on the th
 the work, where `threading.local` shows nothing.
 
 Torch lets go of these values when the thread ends, and needs the interpreter for it. A thread that
-ends while the interpreter shuts down does not get it any more, and the process aborts ("terminate
-called without an active exception"). `threading` counts a thread as ended before that point, so
-joining it is not enough: at exit we wait, a second at most, until the operating system has ended
-those threads that Python has.
+ends while the interpreter shuts down does not get it: Python ends the thread again, inside of
+torch's destructor, and the process aborts ("terminate called without an active exception"). So no
+such thread may end during that time. Workers are closed before (`Worker.close_at_exit`), which ends
+their threads. `threading` counts a thread as ended before that point, so joining it is not enough:
+at exit we wait, a second at most, until the operating system has ended those threads that Python
+has.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["peek", "stash"]
+__all__ = ["peek", "stash", "wait_at_exit"]
 
 _PATIENCE = 1.0
 _MANY = 4096
@@ -43,7 +45,7 @@ def peek(key: str, default: Any) -> Any:
 
 
 def _note(thread: int) -> None:
-    _wait_at_exit()
+    wait_at_exit()
     if len(_used_by) >= _MANY:
         for other in [other for other in _used_by.copy() if not _exists(other)]:
             _used_by.discard(other)
@@ -51,12 +53,14 @@ def _note(thread: int) -> None:
 
 
 @functools.cache
-def _wait_at_exit() -> None:
+def wait_at_exit() -> None:
+    """To be called before a worker asks to be closed at exit: what is asked for last runs first."""
     atexit.register(_wait_for_ended_threads)
 
 
 def _wait_for_ended_threads() -> None:
     running = {thread.native_id for thread in threading.enumerate()}
+    running.add(threading.get_native_id())  # after a fork `threading` has its number from before
     ending = [thread for thread in _used_by.copy() if thread not in running]
     give_up = time.monotonic() + _PATIENCE
     while any(_exists(thread) for thread in ending) and time.monotonic() < give_up:

@@ -56,6 +56,8 @@ class LeafGradient(NamedTuple):
 
     leaf: torch.Tensor
     gradient: torch.Tensor
+    replaced: torch.Tensor | None = None
+    """What an earlier wave of the same pass found there: a reducer has now made this of it."""
 
 
 def successors(node: Any) -> list[Any]:
@@ -87,6 +89,8 @@ class LocalPass:
         self._below: set[Any] = set()
         self._saved_walk: tuple[int, Sequence[Any]] | None = None
         self._entering: dict[tuple[Any, int], torch.Tensor] = {}
+        self.lent: dict[torch.Tensor, torch.Tensor] = {}
+        """What was found in `.grad` of leaves that had to be lent to their hooks."""
 
     @property
     def is_waiting(self) -> bool:
@@ -280,7 +284,7 @@ class _Wave:
             node.register_hook(functools.partial(self._boundary_reached, node))
             for node in self._boundary
         ]
-        before = _loans.borrow(node.variable for node in self._lent) if self._lent else []
+        before = _loans.borrow(self._borrowed()) if self._lent else []
         wave_before = enter_wave(self)
         lent: list[torch.Tensor | None] = []
         try:
@@ -299,12 +303,21 @@ class _Wave:
                 lent = _loans.give_back(before)
         entering.clear()  # what entered must not count as a reference to what came out
         found = [LeafGradient(node.variable, self._take(node)) for node in tuple(self._found)]
-        found += [
-            LeafGradient(node.variable, gradient)
-            for node, gradient in zip(self._lent, lent, strict=True)
-            if gradient is not None
-        ]
+        for number, ((leaf, _), gradient) in enumerate(zip(before, lent, strict=True)):
+            if gradient is not None:
+                is_of_this_wave = number < len(self._lent)
+                replaced = None if is_of_this_wave else self._owner.lent[leaf]
+                found.append(LeafGradient(leaf, gradient, replaced))
+                self._owner.lent[leaf] = gradient
         return self._outgoing, found
+
+    def _borrowed(self) -> list[torch.Tensor]:
+        """The leaves of this wave whose `.grad` is needed, and those of earlier waves: when the
+        last parameter of a bucket is reached, DistributedDataParallel reduces them all, and writes
+        to all of them."""
+        leaves = [node.variable for node in self._lent]
+        here = set(leaves)
+        return leaves + [leaf for leaf in self._owner.lent if leaf not in here]
 
     def recv_reached(self, node: Any, gradients: Sequence[torch.Tensor | None]) -> None:
         """Called by a recv node: `gradients` is what entered it, its token's included."""

@@ -460,8 +460,12 @@ class Network:
 
     # -- ending
 
-    def close(self, *, goodbye: bool) -> None:
-        """Ends everything: listeners, connections, threads. Every wait on them ends by it."""
+    def close(self, *, goodbye: bool, patience: float) -> None:
+        """Ends everything: listeners, connections, threads. Every wait on them ends by it.
+
+        Args:
+            patience: seconds to wait for threads that are in a program's own code.
+        """
         self._is_closing = True
         for listener in self._listeners:
             listener.close()
@@ -470,8 +474,8 @@ class Network:
             peer.close(goodbye=goodbye)
         for stranger in list(self._strangers):
             stranger.connection.interrupt()
-        self.work.close(timeout=5.0)
-        deadline = time.monotonic() + 5.0
+        deadline = time.monotonic() + patience
+        self.work.close(timeout=patience)
         with self._threads_lock:
             threads = set(self._threads)
         for thread in threads - {threading.current_thread()}:

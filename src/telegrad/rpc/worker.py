@@ -6,7 +6,9 @@ references, gatherings, and what layers above have added through `extensions`.
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
 import secrets
 import threading
 import time
@@ -28,6 +30,9 @@ from telegrad.wire.frames import Kind
 __all__ = ["Extension", "Worker", "extensions", "start_worker"]
 
 _log = logging.getLogger("telegrad.rpc")
+
+_PATIENCE = 5.0  # for calls that still run here when the worker ends
+_PATIENCE_AT_EXIT = 0.5
 
 
 class Extension(Protocol):
@@ -68,6 +73,7 @@ class Worker:
         self.gatherings = Gatherings(self.agent)
         self.agent.handle(Kind.MEMBERS, self._on_membership)
         self.extensions = {name: make(self.agent) for name, make in extensions.items()}
+        self._process = os.getpid()
         self._is_closed = False
         self._closing_lock = threading.Lock()  # one thread closes
 
@@ -214,16 +220,33 @@ class Worker:
                 except WorkerLost:
                     continue  # it has left before us
 
-    def close(self) -> None:
-        """Ends at once. What still waits here or elsewhere for this worker fails."""
+    def close(self, *, patience: float = _PATIENCE) -> None:
+        """Ends at once. What still waits here or elsewhere for this worker fails.
+
+        Args:
+            patience: seconds that calls which still run here get to end by that.
+        """
         with self._closing_lock:
             if self._is_closed:
                 return
             self._is_closed = True
+        atexit.unregister(self._close_at_exit)
         for extension in self.extensions.values():
             extension.close()
         self.references.close()
-        self.agent.network.close(goodbye=True)
+        self.agent.network.close(goodbye=True, patience=patience)
+
+    def close_at_exit(self) -> None:
+        """Sees to it that a program which ends without a shutdown ends its worker all the same.
+
+        Its threads would else run into the end of the interpreter, when the others' ends wake
+        them, and abort the process.
+        """
+        atexit.register(self._close_at_exit)
+
+    def _close_at_exit(self) -> None:
+        if os.getpid() == self._process:  # the worker of a forked process's parent is not its own
+            self.close(patience=_PATIENCE_AT_EXIT)
 
 
 def _left(deadline: float) -> float:
@@ -256,4 +279,5 @@ def start_worker(
     except BaseException:
         worker.close()
         raise
+    worker.close_at_exit()
     return worker

@@ -70,14 +70,11 @@ class TensorPipeAgent(RpcAgent):
         if worker is None:
             return self._worker.info
         network = self._worker.agent.network
-        if isinstance(worker, str):
-            info = network.find(worker)
-        else:
-            name = network.name_of(worker)
-            info = None if name is None else WorkerInfo(name, worker)
-        if info is None:
+        worker_id = network.id_of(worker) if isinstance(worker, str) else worker
+        name = None if worker_id is None else network.name_of(worker_id)
+        if worker_id is None or name is None:
             raise TelegradError(f"could not find destination {worker}")
-        return info
+        return WorkerInfo(name, worker_id)
 
     def get_worker_infos(self) -> list[WorkerInfo]:
         return self._worker.agent.network.members()

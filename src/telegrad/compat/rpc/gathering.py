@@ -135,8 +135,8 @@ def _await_signal(states: AllGatherStates, awaited: set[str], timeout: float) ->
     with _all_gather_dict_lock:
         states.awaited = awaited - set(states.gathered_objects)
     for name in awaited:
-        info = network.find(name)
-        if info is not None and network.is_lost(info.id):
+        worker_id = network.id_of(name)
+        if worker_id is not None and network.is_lost(worker_id):
             worker_lost(name)
     has_end = timeout not in (UNSET_RPC_TIMEOUT, DEFAULT_SHUTDOWN_TIMEOUT)
     if not states.proceed_signal.wait(timeout if has_end else None):
