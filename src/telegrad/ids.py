@@ -9,6 +9,7 @@ each other and everybody can tell where one comes from. An `RRefId` names a remo
 from __future__ import annotations
 
 import itertools
+import time
 from typing import NamedTuple
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "ForkId",
     "RRefId",
     "WorkerCounter",
+    "first_of_this_life",
     "worker_of",
 ]
 
@@ -42,13 +44,16 @@ class WorkerCounter:
     """Ids that carry their maker: 16 bits of worker id, 48 bits of counter.
 
     Safe to call from any thread: `itertools.count` is atomic under the interpreter lock.
+
+    Args:
+        first: where the counter begins.
     """
 
-    def __init__(self, worker_id: int) -> None:
+    def __init__(self, worker_id: int, first: int = 0) -> None:
         if not 0 <= worker_id <= MAX_WORKER_ID:
             raise ValueError(f"a worker id must be within 0 and {MAX_WORKER_ID}, got {worker_id}")
         self._base = worker_id << COUNTER_BITS
-        self._next = itertools.count(self._base)
+        self._next = itertools.count(self._base + first)
 
     def next(self) -> int:
         return next(self._next)
@@ -57,6 +62,15 @@ class WorkerCounter:
     def max_id(self) -> int:
         """The largest id that this worker can ever make."""
         return self._base + (1 << COUNTER_BITS) - 1
+
+
+def first_of_this_life() -> int:
+    """A beginning for the counters of a worker that starts now, beyond all ids that a worker of the
+    same id has made before it: the time, in units in which nobody makes two ids.
+
+    Others remember ids of the dead, and would take a new context for one that was released.
+    """
+    return time.time_ns() // 10_000  # 48 bits last until 2059
 
 
 def worker_of(id_: int) -> int:

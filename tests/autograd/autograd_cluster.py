@@ -75,8 +75,14 @@ class SimulatedMessenger:
     def watch_losses(self, callback):
         self.watchers.append(callback)
 
+    def run_aside(self, work):
+        work()
+
     def call_later(self, seconds, callback):
-        self.timers.append(callback)
+        if seconds < 0.1:
+            self.network.soon(callback)
+        else:
+            self.timers.append(callback)
         return _Timer()
 
 
@@ -123,6 +129,11 @@ class Cluster:
                 self._pending.append((source, to, kind, body))
                 self._changed.notify_all()
 
+    def soon(self, callback):
+        with self._changed:
+            self._pending.append((None, None, None, callback))
+            self._changed.notify_all()
+
     def _deliver(self):
         while True:
             with self._changed:
@@ -135,7 +146,10 @@ class Cluster:
                     continue
                 self._busy += 1
             try:
-                self.messengers[to].handlers[kind](source, body)
+                if to is None:
+                    body()
+                else:
+                    self.messengers[to].handlers[kind](source, body)
             except Exception as error:
                 self.failures.append(error)
             with self._changed:

@@ -1,5 +1,5 @@
-"""Pairs of processes that use autograd and then end as a script does, all the way through the end of
-the interpreter. Prints the exit codes of those that did not end well.
+"""Pairs of processes that use autograd and then end as a script does, through the end of the
+interpreter. Prints the exit codes of those that did not end well.
 
     python exit_program.py <how it ends> <pairs> <directory>
 """

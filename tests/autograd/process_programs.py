@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
 import threading
@@ -183,6 +182,8 @@ class Gate(torch.autograd.Function):
     def backward(ctx, gradient):
         if "raise" in faults:
             raise ValueError("a fault in a backward function")
+        if "exit" in faults:
+            raise SystemExit("a program that ends itself")
         if "die" in faults:
             os.kill(os.getpid(), signal.SIGKILL)
         if "block" in faults:
@@ -257,11 +258,6 @@ def watched_alive():
     return sum(reference() is not None for reference in watched)
 
 
-@functools.cache
-def thread_errors():
-    return []
-
-
 class Waiter:
     """Something that waits, in a thread of its own."""
 
@@ -275,7 +271,7 @@ class Waiter:
     def _run(self, wait, args):
         try:
             self.value = wait(*args)
-        except BaseException as error:  # noqa: BLE001  looked at by the test
+        except BaseException as error:  # looked at by the test
             self.error = error
         self.ended_at = time.monotonic()
 

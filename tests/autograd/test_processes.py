@@ -202,7 +202,7 @@ def test_a_gradient_penalty():
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_hessian_vector_product(size):
-    route = WORKERS[1:size] + ["worker0"]
+    route = [*WORKERS[1:size], "worker0"]
     x, vector = leaf("x"), torch.linspace(-1, 1, 9, dtype=torch.double).view(3, 3)
     _, want = torch.autograd.functional.hvp(
         lambda x: relay("plainly", route, x).sum(), x.detach(), vector

@@ -12,6 +12,7 @@ from typing import Any
 from telegrad import autograd
 from telegrad.autograd.engine import AutogradEngine
 from telegrad.autograd.thread_state import wait_at_exit
+from telegrad.ids import first_of_this_life
 from telegrad.rpc import current
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.rref import RRef, set_rref_backward
@@ -32,7 +33,7 @@ def attach() -> None:
 class _Attached:
     def __init__(self, agent: Agent) -> None:
         wait_at_exit()
-        self.engine = AutogradEngine(agent)
+        self.engine = AutogradEngine(agent, first_id=first_of_this_life())
         agent.recorder = self.engine
 
     def close(self) -> None:

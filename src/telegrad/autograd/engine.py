@@ -69,17 +69,21 @@ class AutogradEngine(ContextRegistry):
         messenger: the agent, before it starts: handlers are registered here. None for a worker
             without one, on which contexts and passes are local.
         worker_id: this worker's id, if there is no agent to ask.
+        first_id: where the ids that are made here begin. A worker that may have had a predecessor
+            under its id must not use those of its predecessor again.
     """
 
-    def __init__(self, messenger: Messenger | None, worker_id: int | None = None) -> None:
+    def __init__(
+        self, messenger: Messenger | None, worker_id: int | None = None, *, first_id: int = 0
+    ) -> None:
         if messenger is not None:
             worker_id = messenger.worker_id
         if worker_id is None:
             raise ValueError("an engine without an agent needs a worker id")
-        self._failures = PassFailures(worker_id, messenger, self)
-        super().__init__(worker_id, messenger, self._failures.context_freed)
+        self._failures = PassFailures(worker_id, messenger, self, first_id)
+        super().__init__(worker_id, messenger, self._failures.context_freed, first_id)
         self.worker_id = worker_id
-        self._pass_ids = WorkerCounter(worker_id)
+        self._pass_ids = WorkerCounter(worker_id, first_id)
         self._handlers: dict[Kind, Callable[[int, Any], Any]] = {
             Kind.GRADIENTS: self._gradients_arrived,
             Kind.PASS_ANSWER: self._credit_returned,
@@ -188,9 +192,13 @@ class AutogradEngine(ContextRegistry):
                 context.work.extend(others)
             try:
                 last = self._advance(into, batch)
-            except BaseException:
+            except BaseException as error:  # Ctrl-C, say: it may be another thread's pass
+                self._failures.fail(into, Failure.raised(self.worker_id, error))
                 with context.changed:
                     context.is_running = False
+                    is_left = bool(context.work)
+                if is_left:  # by threads that rely on this one
+                    threading.Thread(target=self._drain, args=(context,), daemon=True).start()
                 raise
             if last is not None:
                 with context.changed:  # others may go on while this thread waits

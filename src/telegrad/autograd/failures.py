@@ -73,15 +73,20 @@ class PassFailures:
     Args:
         messenger: None for a worker without an agent.
         contexts: those that live here.
+        first_id: where the ids that are made here begin.
     """
 
     def __init__(
-        self, worker_id: int, messenger: Messenger | None, contexts: ContextRegistry
+        self,
+        worker_id: int,
+        messenger: Messenger | None,
+        contexts: ContextRegistry,
+        first_id: int = 0,
     ) -> None:
         self._worker_id = worker_id
         self._messenger = messenger
         self._registry = contexts
-        self._incident_ids = WorkerCounter(worker_id)
+        self._incident_ids = WorkerCounter(worker_id, first_id)
 
     def fail(
         self, live: LivePass, failure: Failure, *, original: BaseException | None = None

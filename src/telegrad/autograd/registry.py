@@ -25,8 +25,9 @@ from telegrad.autograd.context_lifetime import (
     Free,
     TellReleased,
 )
+from telegrad.autograd.gathered import Gathered
 from telegrad.autograd.nodes import recv_history, send_history
-from telegrad.errors import ContextError, TelegradError, WorkerLost
+from telegrad.errors import ContextError
 from telegrad.ids import WorkerCounter
 from telegrad.rpc.seams import NO_CONTEXT, Messenger, Timer
 from telegrad.wire.frames import Kind
@@ -34,8 +35,8 @@ from telegrad.wire.frames import Kind
 __all__ = ["ContextRegistry"]
 
 RETRY_SECONDS = 1.0
+RELEASE_SECONDS = 0.005
 ACKNOWLEDGE_SECONDS = 0.2  # well under a retry
-ACKNOWLEDGE_AT_ONCE = 256
 
 
 class ContextRegistry:
@@ -44,6 +45,7 @@ class ContextRegistry:
     Args:
         messenger: the agent; None for a worker that has none, whose contexts are local.
         on_freed: called with each context that ends, however it ends.
+        first_id: where the ids that are made here begin.
     """
 
     def __init__(
@@ -51,22 +53,26 @@ class ContextRegistry:
         worker_id: int,
         messenger: Messenger | None,
         on_freed: Callable[[DistAutogradContext], None],
+        first_id: int = 0,
     ) -> None:
         self._messenger = messenger
         self._on_freed = on_freed
-        self._context_ids = WorkerCounter(worker_id)
-        self._message_ids = WorkerCounter(worker_id)
+        self._context_ids = WorkerCounter(worker_id, first_id)
+        self._message_ids = WorkerCounter(worker_id, first_id)
         self._contexts: dict[int, DistAutogradContext] = {}
         self._lifetimes = ContextLifetimes(worker_id)
         self._lifetimes_lock = threading.Lock()  # guards the two above
         self._is_retry_planned = False
         self._is_closed = False
         self._timers: dict[str, Timer] = {}
-        # Nobody waits for an acknowledgement, and a message for each would cost more than the
-        # release itself: they are gathered for a while.
-        self._acknowledgements: dict[int, list[int]] = {}
-        self._acknowledgements_lock = threading.Lock()
-        self._is_acknowledging_planned = False
+        # Nobody waits for these, and a message for each would take the peer's time from the next
+        # step of a training loop: they are gathered for a moment.
+        self._releases = Gathered(
+            messenger, Kind.CONTEXT_RELEASE, RELEASE_SECONDS, self._nothing_to_release
+        )
+        self._acknowledgements = Gathered(
+            messenger, Kind.CONTEXT_RELEASED, ACKNOWLEDGE_SECONDS, _not_acknowledged
+        )
         if messenger is not None:
             messenger.handle(Kind.CONTEXT_RELEASE, self._release_told)
             messenger.handle(Kind.CONTEXT_RELEASED, self._release_acknowledged)
@@ -138,6 +144,8 @@ class ContextRegistry:
         self._is_closed = True
         for timer in tuple(self._timers.values()):
             timer.cancel()
+        self._releases.close()
+        self._acknowledgements.close()
         with self._lifetimes_lock:
             contexts = list(self._contexts.values())
             self._contexts.clear()
@@ -205,9 +213,11 @@ class ContextRegistry:
 
     # Between workers
 
-    def _release_told(self, source: int, context_id: int) -> None:
+    def _release_told(self, source: int, context_ids: Sequence[int]) -> None:
+        effects: list[Effect] = []
         with self._lifetimes_lock:
-            effects = self._lifetimes.released(context_id, told_by=source)
+            for context_id in context_ids:
+                effects += self._lifetimes.released(context_id, told_by=source)
         self._carry_out(effects)
 
     def _release_acknowledged(self, source: int, context_ids: Sequence[int]) -> None:
@@ -222,46 +232,19 @@ class ContextRegistry:
                 if context is not None:
                     self._on_freed(context)
             elif isinstance(effect, TellReleased):
-                self._tell_released(effect.worker, effect.context_id)
+                self._releases.add(effect.worker, effect.context_id)
                 self._plan_retry()
             elif isinstance(effect, Acknowledge):
-                self._acknowledge(effect.worker, effect.context_id)
+                self._acknowledgements.add(effect.worker, effect.context_id)
 
-    def _tell_released(self, worker: int, context_id: int) -> None:
-        if self._messenger is None:
-            return
-        try:
-            self._messenger.post(worker, Kind.CONTEXT_RELEASE, context_id)
-        except WorkerLost:  # it has nothing to free any more
-            with self._lifetimes_lock:
-                self._lifetimes.acknowledged(context_id, worker)
+    def send_gathered(self) -> None:
+        """Sends what is gathered without waiting for its time."""
+        self._releases.send()
+        self._acknowledgements.send()
 
-    def _acknowledge(self, worker: int, context_id: int) -> None:
-        with self._acknowledgements_lock:
-            gathered = self._acknowledgements.setdefault(worker, [])
-            gathered.append(context_id)
-            is_full = len(gathered) >= ACKNOWLEDGE_AT_ONCE
-            is_first = not self._is_acknowledging_planned
-            self._is_acknowledging_planned = True
-        if is_full:
-            self._send_acknowledgements()
-        if is_first:
-            self._plan("acknowledge", ACKNOWLEDGE_SECONDS, self._acknowledgements_due)
-
-    def _acknowledgements_due(self) -> None:
-        with self._acknowledgements_lock:
-            self._is_acknowledging_planned = False
-        _aside(self._send_acknowledgements)
-
-    def _send_acknowledgements(self) -> None:
-        with self._acknowledgements_lock:
-            gathered, self._acknowledgements = self._acknowledgements, {}
-        for worker, context_ids in gathered.items():
-            try:
-                if self._messenger is not None:
-                    self._messenger.post(worker, Kind.CONTEXT_RELEASED, tuple(context_ids))
-            except TelegradError:
-                pass  # it is gone, or this worker is shutting down: it will ask again if it lives
+    def _nothing_to_release(self, worker: int, context_ids: Sequence[int]) -> None:
+        """A worker that is gone has nothing to free any more."""
+        self._release_acknowledged(worker, context_ids)
 
     def _plan_retry(self) -> None:
         with self._lifetimes_lock:
@@ -278,11 +261,10 @@ class ContextRegistry:
         with self._lifetimes_lock:
             self._is_retry_planned = False
             effects = [] if self._is_closed else self._lifetimes.retry()
-        if effects:
-            _aside(partial(self._carry_out, effects))
+        if effects and self._messenger is not None:
+            self._messenger.run_aside(partial(self._carry_out, effects))
         self._plan_retry()
 
 
-def _aside(work: Callable[[], None]) -> None:
-    """Runs what may block off the agent's clock thread."""
-    threading.Thread(target=work, name="telegrad-release", daemon=True).start()
+def _not_acknowledged(worker: int, context_ids: Sequence[int]) -> None:
+    """The worker is gone, or this one is shutting down: it will ask again if it lives."""

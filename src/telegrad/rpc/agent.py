@@ -257,9 +257,17 @@ class Agent:
             )
             self.network.work.submit(partial(self._serve, to, frame, _drop))
             return
-        self.network.peer(to).post(
+        self._living_peer(to, kind).post(
             kind, NO_CONTEXT, -1, (encoded.payload,), encoded.buffers, lambda: kind.name
         )
+
+    def _living_peer(self, worker: int, kind: Kind) -> Peer:
+        """Protocols have drawn their conclusions from a loss. To try whether the worker can be
+        reached again, and wait for it, is for a user's call."""
+        peer = self.network.peer(worker)
+        if peer.is_lost:
+            raise peer.loss(kind.name)
+        return peer
 
     def converse(
         self, to: int, kind: Kind, body: Any, interruption: Interruption
@@ -268,7 +276,7 @@ class Agent:
             self.post(to, kind, body)
             return []
         encoded = self.codec.encode(body, to)
-        receipt = self.network.peer(to).converse(
+        receipt = self._living_peer(to, kind).converse(
             kind,
             (encoded.payload,),
             encoded.buffers,
@@ -336,6 +344,9 @@ class Agent:
 
     def call_later(self, seconds: float, callback: Callable[[], None]) -> Timer:
         return self.network.clock.call_later(seconds, callback)
+
+    def run_aside(self, work: Callable[[], None]) -> None:
+        self.network.work.submit(work)
 
     # -- serving
 

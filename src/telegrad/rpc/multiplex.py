@@ -145,7 +145,9 @@ class Multiplex:
         self._connection.interrupt()
 
     def join(self, timeout: float) -> None:
-        for thread in list(self._readers):
+        with self._reader_lock:
+            readers = list(self._readers)
+        for thread in readers:
             if thread is not threading.current_thread():
                 thread.join(timeout)
 

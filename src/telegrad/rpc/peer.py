@@ -170,7 +170,7 @@ class Peer:
         except BaseException:
             self._discard(lane)
             raise
-        self._posted.append(_Posted(lane, number, time.monotonic()))
+        self._keep_waiting(_Posted(lane, number, time.monotonic()))
 
     def converse(
         self,

@@ -4,7 +4,8 @@ A REMOTE message names the reference and its creator's fork in front of the call
 registers both, answers, and only then runs the function: the creator's reference is confirmed as
 soon as it can be, however long the function takes, and what the function raises is kept in the
 reference. A call with a timeout of its own is answered when the function is done: the timeout is
-for that. A fetch waits at the owner without a thread until the value is there.
+for that. A call of a method is answered when its value has been found, since at the answer the
+caller lets go of it. A fetch waits at the owner without a thread until the value is there.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ from telegrad.rpc.agent import Agent, AsyncCall, checked_future, name_in
 from telegrad.rpc.network import Send
 from telegrad.rpc.outcome import describe_function
 from telegrad.rpc.rref import RRef
+from telegrad.rpc.rref_proxy import call_owned, call_owned_async
 from telegrad.rpc.rref_records import OwnerEntry
 from telegrad.rpc.rref_table import RRefTable
 from telegrad.rpc.worker_info import WorkerInfo
 from telegrad.wire.codec import Codec, Encoded, Reducer
 from telegrad.wire.frames import Frame, Kind
+from telegrad.wire.references import name_of
 
 __all__ = ["REMOTE_HEAD", "RemoteReferences", "register_reducer"]
 
@@ -52,6 +55,9 @@ def register_reducer(cls: type, reducer: Reducer) -> None:
 
 REMOTE_HEAD = struct.Struct("<qqqq?")
 """The reference, its creator's fork, and whether to answer only when the function is done."""
+
+
+_METHOD_CALLS = {name_of(call_owned), name_of(call_owned_async)}
 
 
 class RemoteReferences:
@@ -191,17 +197,24 @@ class RemoteReferences:
     def _on_remote(self, source: int, frame: Frame, send: Send) -> None:
         *ids, answers_when_done = REMOTE_HEAD.unpack_from(frame.body)
         entry = self.table.owner_created(RRefId(*ids[:2]), ForkId(*ids[2:]), source)
+        name = name_in(frame, REMOTE_HEAD.size)
+        is_method = name in _METHOD_CALLS
         if answers_when_done:
             entry.add_done_callback(lambda _: self._agent.answer(source, frame, send, None))
-        else:
+        elif not is_method:
             self._agent.answer(source, frame, send, None)
         begun = time.perf_counter()
         try:
             with self._agent.context_of(frame):
-                func, args, kwargs = self._agent.unpack_call(source, frame, REMOTE_HEAD.size)
+                try:
+                    func, args, kwargs = self._agent.unpack_call(source, frame, REMOTE_HEAD.size)
+                    if is_method:
+                        args = (self.table.entry(args[0]), *args[1:])
+                finally:
+                    if is_method and not answers_when_done:
+                        self._agent.answer(source, frame, send, None)
                 frame.buffers = []
                 value = func(*args, **kwargs)
-                name = name_in(frame, REMOTE_HEAD.size)
                 self._agent.quick.ran(name, time.perf_counter() - begun)
                 if hasattr(func, "_wrapped_async_rpc_function"):
                     checked_future(func, value).add_done_callback(partial(_fill, entry))

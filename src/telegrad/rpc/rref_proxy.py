@@ -94,6 +94,7 @@ def _call(
     if mode == "async":
         result.add_done_callback(lambda _: rref)  # the fork lives until the call is over
     elif mode == "remote":
+        # Here until the owner has found the value: it answers then.
         result._get_future().add_done_callback(lambda _: rref)
     return result
 
@@ -101,16 +102,19 @@ def _call(
 # --- At the owner --------------------------------------------------------------------------------
 
 
-def call_owned(rref_id: RRefId, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call_owned(
+    owned: RRefId | OwnerEntry, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Calls a method of a value that this worker owns."""
-    return getattr(current_table().entry(rref_id).wait(), name)(*args, **kwargs)
+    entry = current_table().entry(owned) if isinstance(owned, tuple) else owned
+    return getattr(entry.wait(), name)(*args, **kwargs)
 
 
 def call_owned_async(
-    rref_id: RRefId, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    owned: RRefId | OwnerEntry, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """The same for a method that returns a future of its result."""
-    return call_owned(rref_id, name, args, kwargs)
+    return call_owned(owned, name, args, kwargs)
 
 
 def _rref_typeof_on_owner(rref_id: RRefId) -> torch.futures.Future[type]:

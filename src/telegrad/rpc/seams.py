@@ -84,6 +84,10 @@ class Messenger(Protocol):
         """Runs `callback` once, on the agent's clock thread: it must be short and not block."""
 
 
+    def run_aside(self, work: Callable[[], None]) -> None:
+        """Runs `work` soon, on a thread that it may block: for what a timer must not do itself."""
+
+
 class Recorder(Protocol):
     """What autograd does for each message. An agent without one records nothing."""
 

@@ -259,11 +259,13 @@ def start_worker(
     world_size: int | None,
     options: RpcOptions,
     store: Store | None = None,
+    prepare: Callable[[Worker], None] | None = None,
 ) -> Worker:
     """Joins a group.
 
     Args:
         store: where to meet; by default what `options.init_method` says.
+        prepare: gets the worker before it talks to anybody.
     """
     if store is None:
         store, rank, size = meet(options, rank, world_size)
@@ -275,6 +277,8 @@ def start_worker(
     secret = directory.secret(options.configured_secret())
     worker = Worker(info, secrets.token_bytes(16), secret, options, directory)
     try:
+        if prepare is not None:
+            prepare(worker)
         worker.start()
     except BaseException:
         worker.close()

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from telegrad.errors import RpcTimeout, WorkerLost
+from telegrad.rpc.conversation import Interruption
 from telegrad.rpc.seams import Handler, Timer
 from telegrad.wire.frames import Kind
 
@@ -198,6 +199,19 @@ class SimulatedMessenger:
         self._network.send(
             to, kind, lambda: receiver._deliver(kind, self._worker_id, body), reliably=False
         )
+
+    def run_aside(self, work: Callable[[], None]) -> None:
+        work()
+
+    def converse(
+        self, to: int, kind: Kind, body: Any, interruption: Interruption
+    ) -> list[tuple[Kind, Any]]:
+        """As if interrupted at once: what comes back takes the usual way."""
+        self.post(to, kind, body)
+        return []
+
+    def end_conversation(self) -> None:
+        pass
 
     def request(
         self, to: int, kind: Kind, body: Any, *, timeout: float | None = None

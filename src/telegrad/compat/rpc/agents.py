@@ -39,15 +39,18 @@ class TensorPipeAgent(RpcAgent):
         worker: Worker,
         store: Store,
         options: RpcBackendOptions,
-        reverse_device_maps: DeviceMaps,
-        devices: list[torch.device],
     ) -> None:
         self._worker = worker
         self._options = options
-        self._reverse_device_maps = reverse_device_maps
-        self._devices = devices
+        self._reverse_device_maps: DeviceMaps = {}
+        self._devices: list[torch.device] = []
         self.store = store
         _faces[id(worker)] = self
+
+    def use_devices(self, reverse_device_maps: DeviceMaps, devices: list[torch.device]) -> None:
+        """What the workers have agreed on, once all have told of their devices."""
+        self._reverse_device_maps = reverse_device_maps
+        self._devices = devices
 
     @property
     def is_static_group(self) -> bool:

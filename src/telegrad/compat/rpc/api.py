@@ -243,7 +243,6 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
     try:
         agent = _get_current_rpc_agent()
         if not isinstance(agent, TensorPipeAgent):
-            _wait_all_workers_here(timeout)
             agent.join(shutdown=True, timeout=timeout)
         elif agent.is_static_group:
             _wait_all_workers_here(timeout)

@@ -111,8 +111,17 @@ def start_agent(
     make: type[TensorPipeAgent] = TensorPipeAgent,
 ) -> TensorPipeAgent:
     """Starts a telegrad worker and makes its agent current."""
-    worker = start_worker(name, rank, world_size, rpc_options, store)
+    made: list[TensorPipeAgent] = []
+
+    def prepare(worker: Worker) -> None:
+        # Others call this worker as soon as it listens: then its agent must be complete.
+        worker.references.table.call = profiling.of_table(worker.references.table.call)
+        worker.agent.on_failure = partial(_print_failure, worker)
+        worker.agent.watch_losses(lambda id_, _: gathering.worker_lost(_name(worker, id_)))
+        made.append(make(worker, store, options))
+
     try:
+        worker = start_worker(name, rank, world_size, rpc_options, store, prepare)
         facts = DeviceFacts(
             name,
             torch.cuda.device_count(),
@@ -125,16 +134,14 @@ def start_agent(
         devices = device_list(facts.devices, facts.device_maps, reverse)
         if devices and torch.cuda.is_available():
             torch.cuda.init()  # type: ignore[no-untyped-call]
-        worker.references.table.call = profiling.of_table(worker.references.table.call)
-        worker.agent.on_failure = partial(_print_failure, worker)
-        worker.agent.watch_losses(lambda id_, _: gathering.worker_lost(_name(worker, id_)))
-        agent = make(worker, store, options, reverse, devices)
-        api._init_rpc_states(agent)
+        made[0].use_devices(reverse, devices)
+        api._init_rpc_states(made[0])
     except BaseException:
         current.set_current(None)
-        worker.close()
+        for agent in made:
+            agent.shutdown()
         raise
-    return agent
+    return made[0]
 
 
 def _exchange(worker: Worker, facts: DeviceFacts) -> Sequence[DeviceFacts]:

@@ -1,0 +1,71 @@
+"""Ids for other workers, sent together a moment later.
+
+The end of a context is no urgent news, and training loops end one with every step. A message for
+each would take a peer's time from the next step's call; gathered for a few milliseconds they cost
+next to nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from telegrad.errors import TelegradError
+from telegrad.rpc.seams import Messenger, Timer
+from telegrad.wire.frames import Kind
+
+__all__ = ["Gathered"]
+
+
+class Gathered:
+    """
+    Args:
+        messenger: None for a worker without an agent: then nothing is ever sent.
+        seconds: how long ids may be kept.
+        on_unsent: hears of ids whose worker could not be told, because it is gone.
+    """
+
+    def __init__(
+        self,
+        messenger: Messenger | None,
+        kind: Kind,
+        seconds: float,
+        on_unsent: Callable[[int, Sequence[int]], None],
+    ) -> None:
+        self._messenger = messenger
+        self._kind = kind
+        self._seconds = seconds
+        self._on_unsent = on_unsent
+        self._lock = threading.Lock()  # guards the two below
+        self._ids: dict[int, list[int]] = {}
+        self._timer: Timer | None = None
+
+    def add(self, worker: int, id_: int) -> None:
+        messenger = self._messenger
+        if messenger is None:
+            return
+        with self._lock:
+            self._ids.setdefault(worker, []).append(id_)
+            if self._timer is None:
+                self._timer = messenger.call_later(
+                    self._seconds, lambda: messenger.run_aside(self.send)
+                )
+
+    def send(self) -> None:
+        """Sends what is there now."""
+        with self._lock:
+            gathered, self._ids = self._ids, {}
+            self._timer = None
+        for worker, ids in gathered.items():
+            try:
+                assert self._messenger is not None  # else nothing was gathered
+                self._messenger.post(worker, self._kind, tuple(ids))
+            except TelegradError:
+                self._on_unsent(worker, ids)
+
+    def close(self) -> None:
+        """Forgets what was not sent."""
+        with self._lock:
+            self._ids = {}
+            if self._timer is not None:
+                self._timer.cancel()

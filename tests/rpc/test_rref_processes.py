@@ -1,0 +1,42 @@
+"""References between real processes."""
+
+from __future__ import annotations
+
+import threading
+
+from telegrad import rpc
+from telegrad.testing.cluster import cluster
+
+never = threading.Event()
+
+
+class Value:
+    def same(self, argument):
+        return argument
+
+
+class Slow:
+    """Takes its time to be unpacked."""
+
+    def __reduce__(self):
+        return _unpack_slowly, ()
+
+
+def _unpack_slowly():
+    never.wait(0.3)
+    return "unpacked"
+
+
+def drop_early(owner, mode):
+    """The caller lets go of the reference while the owner still unpacks the call."""
+    return getattr(rpc.remote(owner, Value), mode)().same(Slow())
+
+
+def test_a_method_that_runs_through_a_reference_keeps_its_value():
+    with cluster(2):
+        for owner in ("worker0", "worker1"):
+            result = drop_early(owner, "remote")
+            result._get_future().wait()
+            assert result.to_here() == "unpacked"
+            assert drop_early(owner, "rpc_async").wait() == "unpacked"
+            assert drop_early(owner, "rpc_sync") == "unpacked"
