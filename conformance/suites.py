@@ -9,7 +9,6 @@ from __future__ import annotations
 import unittest
 from typing import Any, NamedTuple
 
-from conformance.standins import provide_expecttest
 
 __all__ = ["TestId", "load", "make_case"]
 
@@ -36,7 +35,6 @@ def load(*, on_torch: bool) -> list[TestId]:
         import telegrad
 
         telegrad.install()
-    provide_expecttest()
     import torch.multiprocessing
     from torch.testing._internal.distributed import rpc_utils
     from torch.testing._internal.distributed.rpc.faulty_rpc_agent_test_fixture import (

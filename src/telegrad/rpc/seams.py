@@ -83,7 +83,6 @@ class Messenger(Protocol):
     def call_later(self, seconds: float, callback: Callable[[], None]) -> Timer:
         """Runs `callback` once, on the agent's clock thread: it must be short and not block."""
 
-
     def run_aside(self, work: Callable[[], None]) -> None:
         """Runs `work` soon, on a thread that it may block: for what a timer must not do itself."""
 
