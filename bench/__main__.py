@@ -16,8 +16,9 @@ import warnings
 
 import torch
 
-from bench import calls, passes, processes
-from bench.harness import Case, Result, group, measure
+from bench import passes, processes
+from bench.cases import all_cases
+from bench.harness import Case, Result, arenas, measure
 
 
 def main() -> int:
@@ -39,14 +40,15 @@ def main() -> int:
             show(result)
     torch.set_num_threads(1)
     for size, cases in by_size([case for case in all_cases() if wanted(case.name)]).items():
-        with group(size):
+        with arenas(size) as sides:
             for case in cases:
-                results.append(measure(case))
+                results.append(measure(case, sides))
                 show(results[-1])
     if wanted("local graph"):
-        with group(2, ("telegrad",)):
+        with arenas(2, ("telegrad",)) as sides:
+            sides["telegrad"].resume()
             for nodes in (1000, 10000):
-                results.append(passes.local_graph(nodes))
+                results.append(sides["telegrad"].ask(passes.local_graph, nodes))
                 show(results[-1])
     if options.write:
         with open(options.write, "w", encoding="utf-8") as file:
@@ -55,10 +57,6 @@ def main() -> int:
     if missed:
         print("below the mark: " + ", ".join(result.name for result in missed))
     return 1 if options.check and missed else 0
-
-
-def all_cases() -> list[Case]:
-    return [*calls.CASES, *passes.CASES]
 
 
 def by_size(cases: list[Case]) -> dict[int, list[Case]]:

@@ -1,21 +1,27 @@
 """Measures two sides in turn, so that what else the machine does hits both alike.
 
-Every worker process is a worker of both groups, torch's and telegrad's. A case is measured in
-rounds; each round times torch, then telegrad, and gives one ratio. The reported ratio is the median
-of those, the reported times are medians too. Absolute times mean little on a shared machine.
+Each side has processes of its own, and while one is measured the other's are stopped (SIGSTOP):
+torch's RPC keeps one processor busy in every process that uses it, also when nothing is going on. A
+case is measured in rounds; each round times torch, then telegrad, and gives one ratio. The reported
+ratio is the median of those, the reported times are medians too. Absolute times mean little on a
+shared machine.
 """
 
 from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
+import signal
 import statistics
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.distributed.autograd
@@ -76,15 +82,79 @@ class Result:
         return self.ratio >= (self.mark if self.mark is not None else 1.0)
 
 
-def measure(case: Case) -> Result:
-    ops = {side.name: case.prepare(side) for side in (TORCH, TELEGRAD)}
-    for op in ops.values():
-        for _ in range(5):
-            op()
-    times: dict[str, list[float]] = {name: [] for name in ops}
+class Arena:
+    """The processes of one side: a driver, which runs the cases, and the workers it calls."""
+
+    def __init__(self, side: str, size: int) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="telegrad-bench-")
+        spawn = multiprocessing.get_context("spawn")
+        self._line, line = spawn.Pipe()
+        self._done = spawn.Event()
+        where = self._directory.name
+        self._processes = [
+            spawn.Process(target=_drive, args=(side, where, size, line, self._done), daemon=True),
+            *(
+                spawn.Process(
+                    target=_serve, args=(side, where, rank, size, self._done), daemon=True
+                )
+                for rank in range(1, size)
+            ),
+        ]
+        for process in self._processes:
+            process.daemon = True
+            process.start()
+        self._line.recv()
+
+    def ask(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Runs a function in the driver."""
+        self._line.send((function, args))
+        value = self._line.recv()
+        if isinstance(value, Exception):
+            raise value
+        return value
+
+    def pause(self) -> None:
+        for process in self._processes:
+            os.kill(process.pid or 0, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        for process in self._processes:
+            os.kill(process.pid or 0, signal.SIGCONT)
+
+    def close(self) -> None:
+        self._done.set()
+        self._line.send(None)
+        for process in self._processes:
+            process.join()
+        self._directory.cleanup()
+
+
+@contextlib.contextmanager
+def arenas(size: int, sides: tuple[str, ...] = ("torch", "telegrad")) -> Iterator[dict[str, Arena]]:
+    """The sides' processes, all stopped."""
+    found = {}
+    for side in sides:
+        found[side] = Arena(side, size)
+        found[side].pause()
+    try:
+        yield found
+    finally:
+        for arena in found.values():
+            arena.resume()
+            arena.close()
+
+
+def measure(case: Case, sides: dict[str, Arena]) -> Result:
+    times: dict[str, list[float]] = {side: [] for side in sides}
+    for side, arena in sides.items():
+        arena.resume()
+        arena.ask(_prepare, case.name, side)
+        arena.pause()
     for _ in range(ROUNDS):
-        for name, op in ops.items():
-            times[name].append(_time(op) / case.per)
+        for side, arena in sides.items():
+            arena.resume()
+            times[side].append(arena.ask(_time) / case.per)
+            arena.pause()
     ratios = [t / g for t, g in zip(times["torch"], times["telegrad"], strict=True)]
     return Result(
         name=case.name,
@@ -95,6 +165,35 @@ def measure(case: Case) -> Result:
     )
 
 
+# -- in the driver
+
+_op: Op | None = None
+
+
+def _prepare(name: str, side: str) -> None:
+    global _op
+    from bench.cases import all_cases
+
+    (case,) = [case for case in all_cases() if case.name == name]
+    _op = case.prepare(SIDES[side])
+    for _ in range(5):
+        _op()
+
+
+def _time() -> float:
+    """The median of one round's runs."""
+    assert _op is not None
+    for _ in range(2):
+        _op()  # awake again after the pause
+    runs = []
+    end = time.perf_counter() + SECONDS_A_ROUND
+    while len(runs) < 3 or time.perf_counter() < end:
+        begun = time.perf_counter()
+        own = _op()  # a float is what it has timed itself
+        runs.append(own if isinstance(own, float) else time.perf_counter() - begun)
+    return statistics.median(runs)
+
+
 def median_of(ops: list[Callable[[], float]]) -> list[float]:
     """The median times of several things that time themselves, measured in turn."""
     for op in ops:
@@ -103,43 +202,31 @@ def median_of(ops: list[Callable[[], float]]) -> list[float]:
     return [statistics.median(column) for column in zip(*rounds, strict=True)]
 
 
-def _time(op: Op) -> float:
-    """The median of one round's runs."""
-    runs = []
-    end = time.perf_counter() + SECONDS_A_ROUND
-    while len(runs) < 3 or time.perf_counter() < end:
-        begun = time.perf_counter()
-        own = op()  # a float is what it has timed itself
-        runs.append(own if isinstance(own, float) else time.perf_counter() - begun)
-    return statistics.median(runs)
-
-
-@contextlib.contextmanager
-def group(size: int, sides: tuple[str, ...] = ("torch", "telegrad")) -> Iterator[None]:
-    """`size` workers named worker0 (this process) ..., on the given sides."""
-    with tempfile.TemporaryDirectory(prefix="telegrad-bench-") as directory:
-        spawn = multiprocessing.get_context("spawn")
-        done = spawn.Event()
-        processes = [
-            spawn.Process(target=_serve, args=(directory, rank, size, sides, done), daemon=True)
-            for rank in range(1, size)
-        ]
-        for process in processes:
-            process.start()
-        for side in sides:
-            join_group(side, directory, 0, size)
+def _drive(side: str, directory: str, size: int, line: Connection) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    join_group(side, directory, 0, size)
+    line.send("ready")
+    while (wanted := line.recv()) is not None:
+        function, args = wanted
         try:
-            yield
-        finally:
-            done.set()
-            for side in sides:
-                SIDES[side].rpc.shutdown()
-            for process in processes:
-                process.join()
+            line.send(function(*args))
+        except Exception as error:  # noqa: BLE001 - told to who asked
+            line.send(error)
+    SIDES[side].rpc.shutdown()
+
+
+def _serve(side: str, directory: str, rank: int, size: int, done: Any) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    join_group(side, directory, rank, size)
+    done.wait()
+    SIDES[side].rpc.shutdown()
 
 
 def join_group(side: str, directory: str, rank: int, size: int) -> None:
     where = f"file://{directory}/{side}"
+    options: Any
     if side == "torch":
         options = torch.distributed.rpc.TensorPipeRpcBackendOptions(init_method=where)
     else:
@@ -147,13 +234,3 @@ def join_group(side: str, directory: str, rank: int, size: int) -> None:
     SIDES[side].rpc.init_rpc(
         f"worker{rank}", rank=rank, world_size=size, rpc_backend_options=options
     )
-
-
-def _serve(directory: str, rank: int, size: int, sides: tuple[str, ...], done: object) -> None:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    for side in sides:
-        join_group(side, directory, rank, size)
-    done.wait()  # type: ignore[attr-defined]
-    for side in sides:
-        SIDES[side].rpc.shutdown()

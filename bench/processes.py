@@ -39,6 +39,16 @@ def run() -> list[Result]:
                     mark=None,
                 )
             )
+    idle = {side: _forked(2, _idle_time, side) for side in ("torch", "telegrad")}
+    results.append(
+        Result(
+            name="processor time of an idle worker, per second",
+            torch=idle["torch"],
+            telegrad=idle["telegrad"],
+            ratio=idle["torch"] / idle["telegrad"],
+            mark=None,
+        )
+    )
     memory = {side: _forked(2, _echo_memory, side) for side in ("torch", "telegrad")}
     results.append(
         Result(
@@ -104,6 +114,20 @@ def _echo_memory(side: str, directory: str, rank: int, size: int) -> float:
         used = _memory() + rpc.rpc_sync("worker1", _memory) - before
     rpc.shutdown()
     return max(used, float(1 << 20))
+
+
+def _idle_time(side: str, directory: str, rank: int, size: int) -> float:
+    join_group(side, directory, rank, size)
+    rpc = SIDES[side].rpc
+    used = 0.0
+    if rank == 0:
+        rpc.rpc_sync("worker1", time.process_time)
+        time.sleep(1)
+        before = rpc.rpc_sync("worker1", time.process_time)
+        time.sleep(3)
+        used = (rpc.rpc_sync("worker1", time.process_time) - before) / 3
+    rpc.shutdown()
+    return used
 
 
 def _memory() -> float:

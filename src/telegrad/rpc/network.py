@@ -113,7 +113,9 @@ class Network:
         if options.transport == "inproc":
             self._transports["inproc"] = InprocTransport()
         if options.transport in ("auto", "unix"):
-            self._transports["unix"] = UnixTransport(self._memory_pool, limits)
+            self._transports["unix"] = UnixTransport(
+                self._memory_pool, limits, busy_wait=options.busy_wait
+            )
         if options.transport == "tcp" or (options.transport == "auto" and not all_local):
             host = options.host
             if host is None:
@@ -124,6 +126,7 @@ class Network:
                 host=host,
                 server_tls=tls.server_context() if tls else None,
                 client_tls=tls.client_context() if tls else None,
+                busy_wait=options.busy_wait,
             )
         if options.wrap_transport is not None:
             for scheme, transport in self._transports.items():

@@ -214,7 +214,7 @@ class Peer:
             if descriptor < 0:
                 lane.set_timeout(None)
                 return receipt()
-            if interruption.wait_for(descriptor):
+            if lane.has_more() or interruption.wait_for(descriptor):
                 return receipt()
             lane.set_timeout(None)
         except (ConnectionClosed, TransportTimeout) as error:
@@ -241,9 +241,14 @@ class Peer:
                 return lane
             lane.close()  # it is from before a loss, and was in use then
 
-    def _put_back(self, lane: Connection) -> None:
+    def _put_back(self, lane: Connection, *, is_cold: bool = False) -> None:
+        """Calls take the lane that was put back last: its thread is still awake at the other end.
+        One that has not been used for a while goes behind the others."""
         if lane in self._connections:
-            self._idle.append(lane)
+            if is_cold:
+                self._idle.insert(0, lane)
+            else:
+                self._idle.append(lane)
         else:
             lane.close()
 
@@ -261,7 +266,7 @@ class Peer:
             except IndexError:
                 return False
             if self._has_receipt(posted):
-                self._put_back(posted.lane)
+                self._put_back(posted.lane, is_cold=True)
                 return True
             self._keep_waiting(posted)
         return False
@@ -283,7 +288,7 @@ class Peer:
             except IndexError:
                 return
             if self._has_receipt(posted):
-                self._put_back(posted.lane)
+                self._put_back(posted.lane, is_cold=True)
             elif now - posted.at > _RECEIPT_SECONDS:
                 self._discard(posted.lane)
             else:

@@ -296,6 +296,9 @@ class _FaultyConnection:
     def poll(self) -> bool:
         return self._connection.poll()
 
+    def has_more(self) -> bool:
+        return self._connection.has_more()
+
     def fileno(self) -> int:
         return self._connection.fileno()
 

@@ -82,6 +82,9 @@ class Connection(Protocol):
     def poll(self) -> bool:
         """Whether `receive` would not wait."""
 
+    def has_more(self) -> bool:
+        """Looks a moment whether something comes; True if `receive` has begun to get it."""
+
     def fileno(self) -> int:
         """A descriptor that becomes readable when something comes; -1 if there is none."""
 

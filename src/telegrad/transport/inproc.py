@@ -101,6 +101,9 @@ class InprocConnection:
                 return False
         return True
 
+    def has_more(self) -> bool:
+        return self.poll()
+
     def fileno(self) -> int:
         return -1
 

@@ -28,6 +28,7 @@ from telegrad.transport.base import (
     MemorySharing,
     TransportTimeout,
 )
+from telegrad.transport.patience import DEFAULT_WINDOW, Patience
 from telegrad.wire.frames import BUFFER, HEADER, Frame, Kind, Limits, pack_header, unpack_header
 from telegrad.wire.memory import BufferPool
 
@@ -45,8 +46,11 @@ _NEW_SEGMENT = 1  # in a buffer's descriptor: its segment's file descriptor come
 class SocketConnection:
     """One message stream over a connected socket."""
 
-    def __init__(self, sock: socket.socket, pool: BufferPool, limits: Limits) -> None:
+    def __init__(
+        self, sock: socket.socket, pool: BufferPool, limits: Limits, busy_wait: float = 0.0
+    ) -> None:
         self._socket = sock
+        self._patience = Patience(busy_wait)
         self._pool = pool
         self._limits = limits
         self._ahead = memoryview(bytearray(_READ_AHEAD))
@@ -126,6 +130,8 @@ class SocketConnection:
 
     def receive(self) -> Frame:
         if self._end - self._start < HEADER.size:
+            if self._start == self._end:
+                self._patience.look(self._look)
             self._fill(HEADER.size)
         header = unpack_header(self._ahead, self._start, self._limits)
         self._start += HEADER.size
@@ -214,6 +220,30 @@ class SocketConnection:
             raise ConnectionClosed("the other end closed the connection")
         self.reads += 1
         return count
+
+    def _look(self) -> int:
+        """Reads what is there, without waiting, when nothing is ahead; 0 if nothing is."""
+        try:
+            if self._memory is not None:
+                count, ancillary, _, _ = self._socket.recvmsg_into(
+                    [self._ahead], _ANCILLARY, socket.MSG_DONTWAIT
+                )
+                if ancillary:
+                    self._keep_descriptors(ancillary)
+            else:
+                count = self._socket.recv_into(self._ahead, 0, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0
+        except OSError:
+            return -1  # it has ended: the next read tells
+        if not count:
+            return -1
+        self._start, self._end = 0, count
+        self.reads += 1
+        return count
+
+    def has_more(self) -> bool:
+        return self._end > self._start or self._patience.look(self._look) > 0
 
     def _keep_descriptors(self, ancillary: list[tuple[int, int, bytes]]) -> None:
         for level, kind, data in ancillary:
@@ -400,9 +430,12 @@ class SocketListener:
 class UnixTransport:
     """Sockets between processes of one host, in the abstract namespace: no file is left behind."""
 
-    def __init__(self, pool: BufferPool, limits: Limits) -> None:
+    def __init__(
+        self, pool: BufferPool, limits: Limits, *, busy_wait: float = DEFAULT_WINDOW
+    ) -> None:
         self._pool = pool
         self._limits = limits
+        self._busy_wait = busy_wait
 
     def listen(self) -> SocketListener:
         name = f"telegrad-{secrets.token_hex(12)}"
@@ -416,7 +449,7 @@ class UnixTransport:
         return SocketListener(self, sock, f"unix:@{name}")
 
     def accepted(self, sock: socket.socket) -> Connection:
-        return SocketConnection(sock, self._pool, self._limits)
+        return SocketConnection(sock, self._pool, self._limits, self._busy_wait)
 
     def connect(self, address: str, timeout: float) -> Connection:
         sock = socket.socket(socket.AF_UNIX)
@@ -427,7 +460,7 @@ class UnixTransport:
         except OSError as error:
             sock.close()
             raise ConnectionClosed(str(error)) from None
-        return SocketConnection(sock, self._pool, self._limits)
+        return SocketConnection(sock, self._pool, self._limits, self._busy_wait)
 
 
 class TcpTransport:
@@ -437,6 +470,7 @@ class TcpTransport:
         host: the address to listen at.
         port: 0 lets the system choose.
         server_tls, client_tls: contexts that demand and check the other end's certificate.
+        busy_wait: seconds to look for a message before sleeping; not with TLS.
     """
 
     def __init__(
@@ -448,7 +482,9 @@ class TcpTransport:
         port: int = 0,
         server_tls: ssl.SSLContext | None = None,
         client_tls: ssl.SSLContext | None = None,
+        busy_wait: float = DEFAULT_WINDOW,
     ) -> None:
+        self._busy_wait = busy_wait
         self._pool = pool
         self._limits = limits
         self._host = host
@@ -466,7 +502,7 @@ class TcpTransport:
     def accepted(self, sock: socket.socket) -> Connection:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self._server_tls is None:
-            return SocketConnection(sock, self._pool, self._limits)
+            return SocketConnection(sock, self._pool, self._limits, self._busy_wait)
         # The TLS handshake happens at the first read, in the thread of this connection: a silent
         # stranger must not keep the listener busy.
         wrapped = self._server_tls.wrap_socket(
@@ -490,4 +526,4 @@ class TcpTransport:
             if sock is not None:
                 sock.close()
             raise ConnectionClosed(str(error)) from None
-        return SocketConnection(sock, self._pool, self._limits)
+        return SocketConnection(sock, self._pool, self._limits, self._busy_wait)

@@ -1,0 +1,85 @@
+"""Looking a moment longer before going to sleep.
+
+Between two processes that call each other, most of a small call is not work but waking up: the
+processor of the one that waits has gone idle, and on a virtual machine it has to be woken by its
+host, with cold caches. Measured on two virtual cores: a call of two small tensors takes 190 µs when
+both ends sleep while they wait, and 55 µs when they look for 200 µs before they do.
+
+Looking costs processor time, so it is done only where it pays:
+
+- on at least two processors, and by one thread of a process at a time: several would only wait for
+  each other's interpreter lock;
+- by connections on which it has paid lately. Each time that nothing has come within the window, a
+  connection trusts it less, and then leaves it for ever longer stretches; a connection whose calls
+  take milliseconds soon looks once in a few hundred waits.
+- giving way at every look (`sched_yield`) to whoever else wants the processor.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+
+__all__ = ["DEFAULT_WINDOW", "Patience"]
+
+DEFAULT_WINDOW = 500e-6
+
+_MOST_TRUST = 8
+_FIRST_REST = 8
+_LONGEST_REST = 512
+
+_looking = threading.Lock()  # held by the one thread of this process that looks
+_give_way: Callable[[], object] = getattr(os, "sched_yield", lambda: None)
+
+
+def _processors() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+class Patience:
+    """One connection's.
+
+    Args:
+        window: how many seconds to look; 0 never looks.
+    """
+
+    __slots__ = ("_rest", "_resting", "_trust", "_window")
+
+    def __init__(self, window: float = DEFAULT_WINDOW) -> None:
+        self._window = window if _processors() > 1 else 0.0
+        self._trust = _MOST_TRUST // 2
+        self._rest = _FIRST_REST
+        self._resting = 0  # how many waits to let pass without looking
+
+    def look(self, attempt: Callable[[], int]) -> int:
+        """Tries `attempt` until it gives something other than 0, or the moment is over."""
+        if not self._window:
+            return 0
+        if self._resting:
+            self._resting -= 1
+            return 0
+        if not _looking.acquire(blocking=False):
+            return 0
+        try:
+            end = time.perf_counter() + self._window
+            while True:
+                found = attempt()
+                if found:
+                    self._trust = min(self._trust + 1, _MOST_TRUST)
+                    self._rest = _FIRST_REST
+                    return found
+                if time.perf_counter() > end:
+                    break
+                _give_way()
+        finally:
+            _looking.release()
+        self._trust -= 1
+        if self._trust <= 0:
+            self._trust = 1  # one more chance after the rest
+            self._resting = self._rest
+            self._rest = min(2 * self._rest, _LONGEST_REST)
+        return 0
