@@ -91,18 +91,15 @@ class Arena:
         self._line, line = spawn.Pipe()
         self._done = spawn.Event()
         where = self._directory.name
-        self._processes = [
-            spawn.Process(target=_drive, args=(side, where, size, line, self._done), daemon=True),
-            *(
-                spawn.Process(
-                    target=_serve, args=(side, where, rank, size, self._done), daemon=True
-                )
-                for rank in range(1, size)
-            ),
+        self._processes = [spawn.Process(target=_drive, args=(side, where, size, line))]
+        self._processes += [
+            spawn.Process(target=_serve, args=(side, where, rank, size, self._done))
+            for rank in range(1, size)
         ]
         for process in self._processes:
             process.daemon = True
             process.start()
+        line.close()  # so that the driver's death ends a wait for it
         self._line.recv()
 
     def ask(self, function: Callable[..., Any], *args: Any) -> Any:

@@ -272,6 +272,12 @@ class AutogradEngine(ContextRegistry):
                 live.context.id, to, [_present(gradients[i]) for i in with_history]
             )
             gradients = tuple(g if g is None else g.detach() for g in gradients)
+        # Many gradients are one number, expanded: what is sent has to be written out anyway, and
+        # dense tensors are the quick ones to pack.
+        gradients = tuple(
+            g if g is None or g.layout is not torch.strided or g.is_contiguous() else g.contiguous()
+            for g in gradients
+        )
         body = (
             live.context.id,
             live.id,
