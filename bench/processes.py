@@ -91,10 +91,12 @@ def _forked(size: int, body: Callable[[str, str, int, int], Any], side: str) -> 
 
 
 def _life(side: str, directory: str, rank: int, size: int) -> tuple[float, float]:
+    rpc = SIDES[side].rpc
     begun = time.perf_counter()
     join_group(side, directory, rank, size)
+    rpc.api._all_gather(None)  # all have started, and none waits for another's start below
     started = time.perf_counter()
-    SIDES[side].rpc.shutdown()
+    rpc.shutdown()
     return started - begun, time.perf_counter() - started
 
 
