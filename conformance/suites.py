@@ -9,7 +9,6 @@ from __future__ import annotations
 import unittest
 from typing import Any, NamedTuple
 
-
 __all__ = ["TestId", "load", "make_case"]
 
 _classes: dict[str, type[unittest.TestCase]] = {}
