@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 
 from telegrad import rpc
 from telegrad.testing.cluster import cluster
 
 never = threading.Event()
+kept = []
 
 
 class Value:
@@ -40,3 +42,17 @@ def test_a_method_that_runs_through_a_reference_keeps_its_value():
             assert result.to_here() == "unpacked"
             assert drop_early(owner, "rpc_async").wait() == "unpacked"
             assert drop_early(owner, "rpc_sync") == "unpacked"
+
+
+def keep(rref):
+    kept.append(rref)
+
+
+def test_references_that_others_still_hold_are_reported_at_shutdown(caplog):
+    caplog.set_level(logging.INFO, logger="telegrad.rpc")
+    with cluster(2):
+        value = rpc.RRef(7)
+        rpc.rpc_sync("worker1", keep, (value,))
+    (report,) = [record.message for record in caplog.records if "still held" in record.message]
+    assert report.startswith("1 references to values of worker0")
+    assert "Leaking RRef GloballyUniqueId(created_on=0" in report

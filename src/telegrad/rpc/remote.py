@@ -10,6 +10,7 @@ caller lets go of it. A fetch waits at the owner without a thread until the valu
 
 from __future__ import annotations
 
+import logging
 import struct
 import threading
 import time
@@ -36,6 +37,10 @@ from telegrad.wire.frames import Frame, Kind
 from telegrad.wire.references import name_of
 
 __all__ = ["REMOTE_HEAD", "RemoteReferences", "register_reducer"]
+
+_log = logging.getLogger("telegrad.rpc")
+
+_MOST_LEAKS = 10  # told of at shutdown, one by one
 
 _reducers: dict[type, Reducer] = {}
 _codecs: weakref.WeakSet[Codec] = weakref.WeakSet()  # of the workers of this process
@@ -244,6 +249,17 @@ class RemoteReferences:
         Raises:
             RRefError: the time was over before that.
         """
+        self.table.drain()
+        leaks = self.table.leak_report()
+        if leaks:
+            # No error: references that live as long as their program are common.
+            _log.info(
+                "%d references to values of %s were still held by others when it shut down: %s%s",
+                len(leaks),
+                self._agent.info.name,
+                "; ".join(leaks[:_MOST_LEAKS]),
+                "; ..." if len(leaks) > _MOST_LEAKS else "",
+            )
         still_open = self.table.flush(timeout or None)
         if still_open:
             raise RRefError("remote references were still open: " + "; ".join(still_open))
