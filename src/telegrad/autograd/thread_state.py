@@ -1,15 +1,20 @@
-"""Values in torch's own thread-local state, which follows work onto torch's own threads.
+"""Values that belong to a thread: the context it is in, the wave it runs.
 
-TorchScript's threads and the engine's device threads see what was set on the thread that gave them
-the work, where `threading.local` shows nothing.
+Python's own thread-local state is used where it is enough. It is not where torch has a device:
+the engine then runs backward functions on threads of its own, and only torch's thread-local state
+follows the work there. Torch's is not used without need, because whatever torch hands to any other
+thread takes a copy of it along, and letting go of the copy needs the interpreter lock. A gloo
+process group whose last owner is destroyed with that lock held waits for its threads, and they for
+the lock: a process with DistributedDataParallel then stands still for good (seen in torch's own
+DdpComparisonTest, once in some twenty runs of a busy machine).
 
-Torch lets go of these values when the thread ends, and needs the interpreter for it. A thread that
-ends while the interpreter shuts down does not get it: Python ends the thread again, inside of
-torch's destructor, and the process aborts ("terminate called without an active exception"). So no
-such thread may end during that time. Workers are closed before (`Worker.close_at_exit`), which ends
-their threads. `threading` counts a thread as ended before that point, so joining it is not enough:
-at exit we wait, a second at most, until the operating system has ended those threads that Python
-has.
+With torch's state there is one more trap. Torch lets go of the values when the thread ends. A
+thread that ends while the interpreter shuts down does not get the lock: Python ends the thread
+again, inside of torch's destructor, and the process aborts ("terminate called without an active
+exception"). So no such thread may end during that time. Workers are closed before
+(`Worker.close_at_exit`), which ends their threads. `threading` counts a thread as ended before that
+point, so joining it is not enough: at exit we wait, a second at most, until the operating system
+has ended those threads that Python has.
 """
 
 from __future__ import annotations
@@ -32,8 +37,19 @@ _used_by: set[int] = set()
 """Threads that have such state, by their number in the operating system."""
 
 
+_local = threading.local()
+
+
+@functools.cache
+def _has_device_threads() -> bool:
+    return torch.accelerator.is_available()
+
+
 def stash(key: str, value: Any) -> None:
-    """Sets a value of this thread, and of the threads that torch runs its work on."""
+    """Sets a value of this thread, and of the device threads that torch runs its work on."""
+    if not _has_device_threads():
+        _local.__dict__[key] = value
+        return
     torch._C._stash_obj_in_tls(key, value)
     thread = threading.get_native_id()
     if thread not in _used_by:
@@ -41,6 +57,8 @@ def stash(key: str, value: Any) -> None:
 
 
 def peek(key: str, default: Any) -> Any:
+    if not _has_device_threads():
+        return _local.__dict__.get(key, default)
     return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else default
 
 
