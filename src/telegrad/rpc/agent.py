@@ -100,9 +100,9 @@ class Agent:
         self._handlers: dict[Kind, Handler] = {}
         self._frame_handlers: dict[Kind, FrameHandler] = {}
         self._call_ids = itertools.count(1)
-        # Work begun and ended here, for a graceful shutdown. `next` is atomic, a lock is not free.
-        self._begun = itertools.count()
-        self._ended = itertools.count()
+        # Work begun and ended here, for a graceful shutdown.
+        self._begun = _Tally()
+        self._ended = _Tally()
 
     @property
     def worker_id(self) -> int:
@@ -354,7 +354,7 @@ class Agent:
         """Runs a message that came in, and answers it now or, if it is deferred, later."""
         counted = frame.kind is not Kind.GATHER  # those ask whether anything is going on
         if counted:
-            next(self._begun)
+            self._begun.add()
         deferred: Future[Any] | None = None
         try:
             handler = self._frame_handlers.get(frame.kind)
@@ -375,7 +375,7 @@ class Agent:
         if deferred is not None:
             deferred.add_done_callback(partial(self._answer_deferred, source, frame, send))
         elif counted:
-            next(self._ended)
+            self._ended.add()
 
     def _serve_conversation(self, source: int, frame: Frame, send: Send) -> None:
         def post(kind: Kind, payload: bytes) -> None:
@@ -499,7 +499,7 @@ class Agent:
         else:
             self.answer(source, frame, send, value)
         if frame.kind is not Kind.GATHER:
-            next(self._ended)
+            self._ended.add()
 
     def _result(self, source: int, frame: Frame) -> Any:
         """What a reply holds: returned, or raised."""
@@ -513,8 +513,8 @@ class Agent:
 
     def work_counts(self) -> tuple[int, int]:
         """How many messages have been begun and ended here, ever."""
-        ended = _count(self._ended)  # read first: what ends in between must not look unbegun
-        return _count(self._begun), ended
+        ended = self._ended.count  # read first: what ends in between must not look unbegun
+        return self._begun.count, ended
 
     def pending_calls(self) -> int:
         return sum(peer.pending_count for peer in self.network.peers())
@@ -569,9 +569,18 @@ class AsyncCall(PendingCall):
             )
 
 
-def _count(counter: itertools.count[int]) -> int:
-    """How often `next` was called: the only way to look at it is the way it is pickled."""
-    return int(counter.__reduce__()[1][0])
+class _Tally:
+    """A count that any thread may add to."""
+
+    __slots__ = ("_lock", "count")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.count = 0
+
+    def add(self) -> None:
+        with self._lock:
+            self.count += 1
 
 
 def name_in(frame: Frame, offset: int) -> bytes:
