@@ -4,9 +4,8 @@ Python's own thread-local state is used where it is enough. It is not where torc
 the engine then runs backward functions on threads of its own, and only torch's thread-local state
 follows the work there. Torch's is not used without need, because whatever torch hands to any other
 thread takes a copy of it along, and letting go of the copy needs the interpreter lock. A gloo
-process group whose last owner is destroyed with that lock held waits for its threads, and they for
-the lock: a process with DistributedDataParallel then stands still for good (seen in torch's own
-DdpComparisonTest, once in some twenty runs of a busy machine).
+process group whose last owner is destroyed with that lock held waits for its threads, and they
+would wait for the lock: a process with DistributedDataParallel can stand still for good that way.
 
 With torch's state there is one more trap. Torch lets go of the values when the thread ends. A
 thread that ends while the interpreter shuts down does not get the lock: Python ends the thread
