@@ -1,0 +1,44 @@
+"""Which functions the reader of a connection runs itself."""
+
+from __future__ import annotations
+
+from telegrad.rpc.quick_functions import QuickFunctions
+
+QUICK, SLOW, BLOCKED = 20e-6, 1e-3, 0.1
+
+
+def test_a_function_is_trusted_after_some_quick_runs():
+    functions = QuickFunctions()
+    assert not functions.is_quick(b"f")
+    for _ in range(3):
+        functions.ran(b"f", QUICK)
+    assert functions.is_quick(b"f")
+    assert not functions.is_quick(b"g")
+
+
+def test_a_slow_run_now_and_then_is_forgiven_and_many_are_not():
+    functions = QuickFunctions()
+    for _ in range(8):
+        functions.ran(b"f", QUICK)
+    functions.ran(b"f", SLOW)
+    assert functions.is_quick(b"f")
+    for _ in range(3):
+        functions.ran(b"f", SLOW)
+    assert not functions.is_quick(b"f")
+
+
+def test_a_function_that_has_blocked_is_out_for_long():
+    functions = QuickFunctions()
+    for _ in range(8):
+        functions.ran(b"f", QUICK)
+    functions.ran(b"f", BLOCKED)
+    for _ in range(100):
+        functions.ran(b"f", QUICK)
+    assert not functions.is_quick(b"f")
+
+
+def test_a_function_that_travels_whole_is_never_trusted():
+    functions = QuickFunctions()
+    for _ in range(10):
+        functions.ran(b"", QUICK)
+    assert not functions.is_quick(b"")
