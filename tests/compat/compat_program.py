@@ -33,6 +33,10 @@ def work(rank, world_size):
     rpc.shutdown()
 
 
-if __name__ == "__main__":
+def main():
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[2])
     mp.start_processes(work, args=(2,), nprocs=2, start_method=sys.argv[1])
+
+
+if __name__ == "__main__":
+    main()

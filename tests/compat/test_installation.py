@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 PROGRAM = Path(__file__).with_name("compat_program.py")
+POISONED = Path(__file__).with_name("poisoned_program.py")
 
 
 def run(code, *arguments):
@@ -113,47 +115,23 @@ def test_children_follow(method):
     assert printed == "on telegrad\n"
 
 
-def test_nothing_of_torchs_own_runs_afterwards():
-    """Every function of torch's RPC and autograd extension is made to fail."""
-    printed = run(
-        """
-        import runpy, sys, types
-        import torch
-        import telegrad
-        program, *sys.argv[1:] = sys.argv[1:]
-        sys.argv[0] = program
-        telegrad.install()
+@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+def test_nothing_of_torchs_own_runs_afterwards(method):
+    """Every function of torch's RPC and autograd extension is made to fail, in every process."""
+    command = [sys.executable, str(POISONED), method, free_port()]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert ended.stdout == "on telegrad\n"
 
-        def poisoned(name):
-            def fail(*args, **kwargs):
-                raise SystemExit(f"torch's own {name} was called")
-            return fail
 
-        for extension in (torch._C._distributed_rpc, torch._C._distributed_autograd):
-            for name, value in list(vars(extension).items()):
-                if isinstance(value, type):
-                    try:
-                        value.__init__ = poisoned(name)
-                    except TypeError:
-                        pass
-                elif callable(value):
-                    setattr(extension, name, poisoned(name))
-        torch._C._rpc_init = torch._C._dist_autograd_init = poisoned("_rpc_init")
-        torch._C._faulty_agent_init = poisoned("_faulty_agent_init")
-        for module in list(sys.modules.values()):
-            if getattr(module, "__file__", None) and "torch/distributed/rpc/" in module.__file__:
-                for name, value in list(vars(module).items()):
-                    if isinstance(value, types.FunctionType):
-                        setattr(module, name, poisoned(name))
-        runpy.run_path(program, run_name="__main__")
-        with open("/proc/self/maps") as maps:
-            pass
-        """,
-        str(PROGRAM),
-        "fork",
-        free_port(),
-    )
-    assert printed == "on telegrad\n"
+def test_the_poison_is_deadly():
+    """The proof above proves something: without `install` the program meets the poison."""
+    source = POISONED.read_text(encoding="utf-8").replace("    install()\n", "    pass\n")
+    command = [sys.executable, "-c", source, "fork", free_port()]
+    environment = {**os.environ, "PYTHONPATH": str(POISONED.parent)}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert ended.returncode != 0
+    assert "torch's own" in ended.stderr
 
 
 def test_torch_running_is_not_pulled_from_under_a_program():
