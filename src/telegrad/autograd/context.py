@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from telegrad.autograd import leaves
-from telegrad.autograd.nodes import Sent
+from telegrad.autograd.nodes import SendFunction
 from telegrad.autograd.thread_state import peek, stash
 from telegrad.rpc.seams import NO_CONTEXT
 
@@ -60,7 +60,7 @@ class DistAutogradContext:
 
     def __init__(self, context_id: int) -> None:
         self.id = context_id
-        self.sends: dict[int, Sent] = {}
+        self.sends: dict[int, SendFunction] = {}
         self.recvs: dict[int, tuple[Any, torch.Tensor]] = {}
         self.contacts: set[int] = set()
         self.gradients: dict[torch.Tensor, torch.Tensor] = {}
@@ -81,8 +81,8 @@ class DistAutogradContext:
         return self.id
 
     def _send_functions(self) -> dict[int, Any]:
-        """Message id → the node of a message that this worker sent."""
-        return {id_: sent.node for id_, sent in self.sends.copy().items()}
+        """Message id → the function of a message that this worker sent."""
+        return dict(self.sends)
 
     def _recv_functions(self) -> dict[int, Any]:
         """Message id → the node of a message that this worker received."""

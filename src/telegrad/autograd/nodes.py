@@ -1,14 +1,18 @@
 """The two ends of a message in the autograd graph.
 
-A message whose tensors require grad is an edge of the distributed graph. Its sender keeps a
-`SendRpcBackward` node, whose next functions are the histories of those tensors; its receiver gets
-one `RecvRpcBackward` node, whose outputs are the tensors it received. Both are ordinary
-`torch.autograd.Function` nodes, so whoever walks the graph sees what upstream shows, by upstream's
-names.
+A message whose tensors require grad is an edge of the distributed graph. Its sender keeps a send
+function, whose next functions are the histories of those tensors; its receiver gets one
+`RecvRpcBackward` node, whose outputs are the tensors it received. Whoever walks the graph sees what
+upstream shows, by upstream's names.
 
-Python nodes are owned by the C++ side: the node object alone keeps nothing alive. So each node has
-one output more than the user sees, an empty tensor (`token`), and who must keep the node keeps the
-token. It costs no memory, where an output that the user sees would.
+A recv node is an ordinary `torch.autograd.Function` node. A send function is only a record: nothing
+in torch leads to it, since a pass enters the graph at its next functions, and a node of torch's
+would take ten times longer to make.
+
+Python nodes are owned by the C++ side: the node object alone keeps nothing alive. A C++ node keeps
+alive what it leads to, Python nodes among them, and its object keeps the node. So who must keep a
+Python node keeps something that leads to it and has no memory of its own: the node of a view of
+its output, or one output more than the user sees, an empty tensor (`token`).
 """
 
 from __future__ import annotations
@@ -21,7 +25,16 @@ import torch
 from telegrad.autograd.thread_state import peek, stash
 from telegrad.errors import BackwardError
 
-__all__ = ["AccumulateGrad", "Received", "RecvNode", "Sent", "recv_history", "send_history"]
+__all__ = [
+    "AccumulateGrad",
+    "Received",
+    "RecvNode",
+    "SendFunction",
+    "current_wave",
+    "enter_wave",
+    "recv_history",
+    "send_history",
+]
 
 AccumulateGrad: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 """The type of the node that ends a graph in a leaf."""
@@ -41,7 +54,9 @@ def current_wave() -> Any:
     return peek(_CURRENT_WAVE, None)
 
 
-class _Send(torch.autograd.Function):
+class _Edges(torch.autograd.Function):
+    """Leads to all of its inputs, and has no memory."""
+
     @staticmethod
     def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
         return torch.empty(0)
@@ -55,7 +70,7 @@ class _Recv(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, trigger: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Any:
         ctx.set_materialize_grads(False)
-        return (*tensors, torch.empty(0))
+        return (*tensors, _empty.detach())
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
@@ -78,57 +93,80 @@ class Received(NamedTuple):
     size: int
 
 
-class Sent:
-    """A send function as the engine keeps it: the node, what holds it, and where it leads."""
+class SendFunction:
+    """A message that was sent: where the gradients of its tensors go, and to whom it went."""
 
-    __slots__ = ("edges", "is_spent", "node", "to", "token")
+    __slots__ = ("_grads", "_owner", "is_spent", "next_functions", "to")
 
-    def __init__(self, node: Any, token: torch.Tensor, to: int) -> None:
-        self.node = node
-        self.token = token
-        self.edges: tuple[tuple[Any, int], ...] = node.next_functions
+    def __init__(self, edges: tuple[tuple[Any, int], ...], owner: object, to: int) -> None:
+        self.next_functions = edges
+        self._owner = owner  # keeps the nodes of the edges
         self.to = to
         self.is_spent = False
         """It has run in a pass that freed its graph: no later pass needs to wait for it."""
+        self._grads: Sequence[torch.Tensor | None] = ()
+
+    def name(self) -> str:
+        return "torch::distributed::autograd::SendRpcBackward"
+
+    def set_grads(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """Gives it what came from the network, for whoever calls it by hand."""
+        self._grads = tuple(grads)
+
+    def __call__(self, *inputs: object) -> Sequence[torch.Tensor | None]:
+        if inputs:
+            raise BackwardError(
+                f"{self.name()} takes no inputs: it is the start of a worker's part of the pass"
+            )
+        if not self._grads or any(grad is None for grad in self._grads):
+            raise BackwardError(f"{self.name()} got an undefined gradient")
+        return self._grads
+
+    def __repr__(self) -> str:
+        return f"<{self.name()} to worker {self.to}>"
 
 
-def _refuse(node: Any, *inputs: Any) -> Any:
-    if inputs:
-        raise BackwardError(
-            f"{node.name()} takes no inputs: it is the start of a worker's part of the pass"
-        )
-    if any(grad is None for grad in getattr(node, "_grads", (None,))):
-        raise BackwardError(f"{node.name()} got an undefined gradient")
-    return tuple(node._grads)
-
-
-def _set_grads(node: Any, grads: Sequence[torch.Tensor | None]) -> None:
-    node._grads = list(grads)
-
-
-SendNode: Any = _Send._backward_cls
-SendNode.__name__ = "torch::distributed::autograd::SendRpcBackward"
-SendNode.__call__ = _refuse
-SendNode.set_grads = _set_grads
 RecvNode: Any = _Recv._backward_cls
 """The type of a recv node."""
 RecvNode.__name__ = "torch::distributed::autograd::RecvRpcBackward"
 
-_apply_send: Callable[..., torch.Tensor] = _Send.apply
-_apply_recv: Callable[..., tuple[torch.Tensor, ...]] = _Recv.apply
+# The C++ function itself: what `Function.apply` does before it is for functorch's transforms.
+_apply_recv: Callable[..., tuple[torch.Tensor, ...]] = super(torch.autograd.Function, _Recv).apply
 
 _trigger = torch.zeros((), requires_grad=True)
 """Makes the outputs of a recv node require grad. Never gets a gradient."""
+_empty = torch.empty(0)
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PythonNode = torch.autograd.function.BackwardCFunction
 
 
-def send_history(tensors: Sequence[torch.Tensor], to: int) -> Sent:
+def send_history(tensors: Sequence[torch.Tensor], to: int) -> SendFunction:
     """The send function of `tensors`, which all require grad."""
-    if torch.is_grad_enabled():
-        token = _apply_send(*tensors)
-    else:
-        with torch.enable_grad():
-            token = _apply_send(*tensors)
-    return Sent(token.grad_fn, token, to)
+    edges: list[tuple[Any, int]] = []
+    owners: list[object] = []
+    for tensor in tensors:
+        node: Any = tensor.grad_fn
+        if node is None or isinstance(node, _PythonNode):
+            if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+                return _send_history_of_any(tensors, to)
+            if torch.is_grad_enabled():
+                view = tensor.view_as(tensor)
+            else:
+                with torch.enable_grad():
+                    view = tensor.view_as(tensor)
+            owner: Any = view.grad_fn
+            owners.append(owner)
+            edges.append(owner.next_functions[0])
+        else:
+            edges.append((node, tensor.output_nr))
+    return SendFunction(tuple(edges), owners, to)
+
+
+def _send_history_of_any(tensors: Sequence[torch.Tensor], to: int) -> SendFunction:
+    """The same for tensors of which there may be no view: sparse ones, subclasses."""
+    with torch.enable_grad():
+        token = _Edges.apply(*tensors)  # type: ignore[no-untyped-call]
+    return SendFunction(token.grad_fn.next_functions, token, to)
 
 
 def recv_history(

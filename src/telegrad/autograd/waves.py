@@ -32,7 +32,7 @@ from telegrad.autograd.nodes import (
     AccumulateGrad,
     Received,
     RecvNode,
-    Sent,
+    SendFunction,
     current_wave,
     enter_wave,
 )
@@ -78,7 +78,7 @@ class LocalPass:
     """
 
     def __init__(
-        self, sends: Mapping[int, Sent], *, retain_graph: bool, create_graph: bool
+        self, sends: Mapping[int, SendFunction], *, retain_graph: bool, create_graph: bool
     ) -> None:
         self.sends = dict(sends)
         self._awaited = {id_ for id_, sent in self.sends.items() if not sent.is_spent}
@@ -114,7 +114,7 @@ class LocalPass:
             KeyError: this worker never sent such a message.
         """
         sent = self.sends[message_id]
-        for (node, number), gradient in zip(sent.edges, gradients, strict=True):
+        for (node, number), gradient in zip(sent.next_functions, gradients, strict=True):
             if gradient is not None and node is not None:
                 self._enter(node, number, gradient)
         gradients.clear()
@@ -135,7 +135,7 @@ class LocalPass:
         leads to."""
         waiting = _messages_behind(node for node, _ in self._entering)
         return waiting, {
-            id_: _messages_behind(node for node, _ in self.sends[id_].edges)
+            id_: _messages_behind(node for node, _ in self.sends[id_].next_functions)
             for id_ in self._awaited
         }
 
@@ -205,7 +205,7 @@ class LocalPass:
             return _leaves(_walk(node for node, _ in self._entering))
         (last,) = self._awaited
         entered = _walk(node for node, _ in self._entering)
-        awaited = _walk(node for node, _ in self.sends[last].edges)
+        awaited = _walk(node for node, _ in self.sends[last].next_functions)
         if not all(_is_free(node) for node in entered & awaited):
             return None
         self._saved_walk = (last, _leaves(awaited))
@@ -238,7 +238,7 @@ class LocalPass:
     def _settle_arrivals(self) -> Frontier[int, Any]:
         if self._frontier is None:
             sources = {
-                id_: [node for node, _ in self.sends[id_].edges if node is not None]
+                id_: [node for node, _ in self.sends[id_].next_functions if node is not None]
                 for id_ in (*self._awaited, *self._arrived)
             }
             in_sources = {node for id_ in self._arrived for node in sources[id_]}
@@ -247,7 +247,7 @@ class LocalPass:
         for id_ in self._arrived:
             if id_ not in self._frontier.awaited:  # spent in an earlier pass, and here again
                 self._frontier.add_source(
-                    id_, [node for node, _ in self.sends[id_].edges], successors, _is_free
+                    id_, [node for node, _ in self.sends[id_].next_functions], successors, _is_free
                 )
             self._frontier.arrive(id_)
         self._arrived.clear()

@@ -1,0 +1,105 @@
+"""The functions that a context keeps for what it sent, as those who look inside see them."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+import torch
+
+from telegrad.autograd.nodes import recv_history, send_history
+from telegrad.errors import BackwardError
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+def name_of(edge):
+    return edge[0].name()
+
+
+def test_they_lead_to_the_histories_of_what_was_sent():
+    leaf = torch.ones(2, requires_grad=True)
+    python_made = Double.apply(leaf)
+    parts = torch.ones(4, requires_grad=True).split(2)
+    sent = send_history([leaf, leaf * 2, python_made, parts[1]], to=3)
+    assert sent.name() == "torch::distributed::autograd::SendRpcBackward"
+    names = [name_of(edge) for edge in sent.next_functions]
+    assert names[:2] == ["torch::autograd::AccumulateGrad", "MulBackward0"]
+    assert sent.next_functions[0][0].variable is leaf
+    assert sent.next_functions[2][0] is python_made.grad_fn
+    assert sent.next_functions[3][1] == 1  # the second output of the split
+    assert sent.to == 3
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_leaves_are_found_in_any_grad_mode(is_enabled):
+    leaf = torch.ones(2, requires_grad=True)
+    with torch.set_grad_enabled(is_enabled):
+        sent = send_history([leaf], to=1)
+    assert sent.next_functions[0][0].variable is leaf
+
+
+def test_sparse_tensors_and_subclasses_have_edges_too():
+    class Named(torch.Tensor):
+        pass
+
+    sparse = torch.eye(2).to_sparse().requires_grad_()
+    named = torch.ones(2).as_subclass(Named).requires_grad_()
+    sent = send_history([sparse, named], to=1)
+    assert sent.next_functions[0][0].variable is sparse
+    assert sent.next_functions[1][0].variable is named
+
+
+class Replace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, array):
+        return torch.from_numpy(array)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+def test_python_nodes_are_kept_and_the_memory_of_their_outputs_is_not():
+    leaf = torch.ones(2, requires_grad=True)
+    arrays = [np.ones(1000, np.float32), np.ones(1000, np.float32)]
+    node, token, (received,) = recv_history(1, 0, [torch.from_numpy(arrays[0])])
+    replaced = Replace.apply(leaf, arrays[1])
+    sent = send_history([replaced, received], to=1)
+    memory = [weakref.ref(array) for array in arrays]
+    del arrays
+    gc.collect()
+    assert all(array() is not None for array in memory)  # the tensors have it
+    del node, token, received, replaced
+    gc.collect()
+    assert [array() for array in memory] == [None, None]
+    replace, recv = (node for node, _ in sent.next_functions)
+    assert replace.next_functions[0][0].variable is leaf
+    assert recv.received.message_id == 1
+
+
+def test_one_refuses_inputs():
+    sent = send_history([torch.ones(2, requires_grad=True)], to=1)
+    with pytest.raises(BackwardError, match="takes no inputs"):
+        sent(torch.ones(2))
+
+
+def test_one_refuses_undefined_gradients():
+    sent = send_history([torch.ones(2, requires_grad=True) for _ in range(2)], to=1)
+    with pytest.raises(BackwardError, match="undefined gradient"):
+        sent()
+    sent.set_grads([None, torch.ones(2)])
+    with pytest.raises(BackwardError, match="undefined gradient"):
+        sent()
+    sent.set_grads([torch.ones(2), torch.zeros(2)])
+    assert [grad.sum().item() for grad in sent()] == [2.0, 0.0]
