@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,10 +64,11 @@ class DistAutogradContext:
         self.recvs: dict[int, tuple[Any, torch.Tensor]] = {}
         self.contacts: set[int] = set()
         self.gradients: dict[torch.Tensor, torch.Tensor] = {}
-        self._sums: set[torch.Tensor] = set()
-        # One wave at a time: whoever finds `is_running` unset runs what is in `work`, the others
-        # leave what they bring there. The condition guards what follows; backward() waits on it.
-        self.changed = threading.Condition(threading.Lock())
+        self._sums: set[int] = set()  # the ids of leaves
+        # One wave at a time: whoever finds `is_running` unset runs what it brings, and then what
+        # others have left in `work` meanwhile.
+        self.lock = threading.Lock()  # guards all that follows
+        self._changed: threading.Condition | None = None
         self.work: deque[Arrival] = deque()
         self.is_running = False
         self.is_released = False
@@ -92,23 +93,40 @@ class DistAutogradContext:
         """The workers that this one exchanged messages of the context with."""
         return self.contacts.copy()
 
+    def wait_until(self, is_so: Callable[[], Any]) -> None:
+        """Waits for something that the lock guards. What changes it calls `notify`."""
+        with self.lock:
+            if self._changed is None:  # seldom: `backward` mostly waits for a message instead
+                self._changed = threading.Condition(self.lock)
+            self._changed.wait_for(is_so)
+
+    def notify(self) -> None:
+        """To be called with the lock held."""
+        if self._changed is not None:
+            self._changed.notify_all()
+
     def add_gradients(self, found: Iterable[LeafGradient], *, create_graph: bool) -> None:
         """Sums what a wave found at the leaves. One wave at a time calls this."""
+        gradients = self.gradients
         for leaf, gradient, replaced in found:
-            total = self.gradients.get(leaf)
-            if total is None or total is replaced:
-                self.gradients[leaf] = gradient
+            known = len(gradients)
+            total = gradients.setdefault(leaf, gradient)  # hashing a tensor is a Python call
+            if len(gradients) > known:
+                continue
+            if total is replaced:
+                gradients[leaf] = gradient
             elif replaced is not None:
-                self.gradients[leaf] = leaves.add(total, gradient - replaced)
-                self._sums.add(leaf)
+                gradients[leaf] = leaves.add(total, gradient - replaced)
+                self._sums.add(id(leaf))
             elif create_graph or total.requires_grad:
-                self.gradients[leaf] = leaves.add(total, gradient)
-                self._sums.discard(leaf)
-            else:
+                gradients[leaf] = leaves.add(total, gradient)
+                self._sums.discard(id(leaf))
+            elif id(leaf) in self._sums and total.layout is torch.strided:
                 # What a wave found may share memory with other gradients; a sum is our own.
-                may_change = leaf in self._sums
-                self.gradients[leaf] = leaves.add(total, gradient, in_place=may_change)
-                self._sums.add(leaf)
+                total.add_(gradient)
+            else:
+                gradients[leaf] = leaves.add(total, gradient)
+                self._sums.add(id(leaf))
 
     def __repr__(self) -> str:
         return f"DistAutogradContext(context_id={self.id})"

@@ -139,7 +139,7 @@ class AutogradEngine(ContextRegistry):
 
     def _run_to_the_end(self, live: LivePass, roots: Sequence[torch.Tensor]) -> None:
         context = live.context
-        with context.changed:
+        with context.lock:
             if context.is_released:
                 self.retrieve(context.id)
             context.passes[live.id] = live
@@ -147,14 +147,13 @@ class AutogradEngine(ContextRegistry):
         if self._messenger is not None:
             live.interruption = Interruption()
         try:
-            self._leave(context, Arrival(live, 1, {}, roots=roots))
+            self._bring(context, Arrival(live, 1, {}, roots=roots))
             while not live.is_over:
-                with context.changed:
-                    context.changed.wait_for(
-                        lambda: live.is_over or (live.is_driven_by_caller and context.work)
-                    )
+                context.wait_until(
+                    lambda: live.is_over or (live.is_driven_by_caller and context.work)
+                )
                 if not live.is_over:
-                    self._drain(context)
+                    self._run_what_is_left(context)
         finally:
             if not live.is_over:  # interrupted
                 self._failures.fail(
@@ -167,44 +166,53 @@ class AutogradEngine(ContextRegistry):
 
     # Waves
 
-    def _leave(self, context: DistAutogradContext, arrival: Arrival) -> None:
-        """Hands something to the pass; runs it if nobody else does."""
-        with context.changed:
-            context.work.append(arrival)
-            if arrival.into.is_driven_by_caller and not arrival.roots:
-                context.changed.notify_all()
+    def _bring(self, context: DistAutogradContext, arrival: Arrival) -> None:
+        """Hands something to its pass: runs it, or leaves it to the thread that runs already."""
+        with context.lock:
+            is_for_caller = arrival.into.is_driven_by_caller and not arrival.roots
+            if context.is_running or is_for_caller:
+                context.work.append(arrival)
+                context.notify()
                 return
-        self._drain(context)
+            context.is_running = True
+        self._run(context, arrival.into, [arrival])
 
-    def _drain(self, context: DistAutogradContext) -> None:
-        is_mine = False
+    def _run_what_is_left(self, context: DistAutogradContext) -> None:
+        with context.lock:
+            if context.is_running or not context.work:
+                return
+            context.is_running = True
+            batch = _take_batch(context)
+        self._run(context, batch[0].into, batch)
+
+    def _run(self, context: DistAutogradContext, into: LivePass, batch: list[Arrival]) -> None:
+        """Runs a batch, and then what others have left meanwhile. `is_running` is this thread's."""
         while True:
-            with context.changed:
-                if context.is_running and not is_mine:
-                    return
-                context.is_running = is_mine = bool(context.work)
-                if not is_mine:
-                    return
-                into = context.work[0].into
-                batch = [arrival for arrival in context.work if arrival.into is into]
-                others = [arrival for arrival in context.work if arrival.into is not into]
-                context.work.clear()
-                context.work.extend(others)
             try:
                 last = self._advance(into, batch)
             except BaseException as error:  # Ctrl-C, say: it may be another thread's pass
                 self._failures.fail(into, Failure.raised(self.worker_id, error))
-                with context.changed:
+                with context.lock:
                     context.is_running = False
                     is_left = bool(context.work)
                 if is_left:  # by threads that rely on this one
-                    threading.Thread(target=self._drain, args=(context,), daemon=True).start()
+                    threading.Thread(
+                        target=self._run_what_is_left, args=(context,), daemon=True
+                    ).start()
                 raise
             if last is not None:
-                with context.changed:  # others may go on while this thread waits
-                    context.is_running = is_mine = False
+                with context.lock:  # others may go on while this thread waits
+                    context.is_running = False
                 self._converse(into, last)
-            elif context.work and self._messenger is not None:
+            with context.lock:
+                if last is not None and context.is_running:
+                    return
+                context.is_running = bool(context.work)
+                if not context.is_running:
+                    return
+                batch = _take_batch(context)
+            into = batch[0].into
+            if last is None and self._messenger is not None:
                 # What comes next is not for the worker that may be waiting for this one.
                 self._messenger.end_conversation()
 
@@ -214,26 +222,20 @@ class AutogradEngine(ContextRegistry):
         context = live.context
         if live.id in context.ended or context.is_released:
             return None
-        local, share = live.local, live.share
+        share = live.share
+        for arrival in batch:
+            share.take(arrival.credit, arrival.reports)
         try:
-            with torch.set_grad_enabled(live.create_graph):
-                for arrival in batch:
-                    share.take(arrival.credit, arrival.reports)
-                    if arrival.roots:
-                        local.enter_roots(arrival.roots)
-                    elif arrival.live is not None:
-                        local.strike_off_all_but(arrival.live)
-                    elif arrival.gradients is not None:
-                        local.arrive(arrival.message_id, arrival.gradients)
-                if live.is_driven_by_caller and not batch[0].roots:
-                    with torch.profiler.record_function(
-                        "torch::distributed::autograd::SendRpcBackward"
-                    ):
-                        outgoing, found = local.run()
-                else:
-                    outgoing, found = local.run()
-                context.add_gradients(found, create_graph=live.create_graph)
-                del found
+            if live.create_graph:
+                with torch.enable_grad():
+                    outgoing = self._wave(live, batch)
+            elif live.is_driven_by_caller and not batch[0].roots:
+                with torch.profiler.record_function(
+                    "torch::distributed::autograd::SendRpcBackward"
+                ):
+                    outgoing = self._wave(live, batch)
+            else:
+                outgoing = self._wave(live, batch)
         except Exception as error:  # noqa: BLE001  whatever user code raised ends the pass
             is_first = live.control is not None and bool(batch[0].roots)
             self._failures.fail(
@@ -243,22 +245,37 @@ class AutogradEngine(ContextRegistry):
         standing = live.standing
         parcels = share.split(len(outgoing), standing)
         if live.control is None and standing is Standing.CLOSED:
-            with context.changed:
+            with context.lock:
                 context.passes.pop(live.id, None)
         if not parcels:
             self._return_credit(live)
+            return None
         packed = [
             self._pack(live, message, credit, reports)
             for (credit, reports), message in zip(parcels, outgoing, strict=True)
         ]
         last: _Parcel | None = None
-        is_called_here = live.caller_thread == threading.get_ident()
-        if packed and is_called_here and packed[-1].to != self.worker_id:
+        if live.caller_thread == threading.get_ident() and packed[-1].to != self.worker_id:
             last = packed.pop()
         for parcel in packed:
             if not self._send(live, parcel):
                 return None
         return last
+
+    def _wave(self, live: LivePass, batch: Sequence[Arrival]) -> list[Outgoing]:
+        """Takes in what has come and runs all that can run now; returns what is to be sent."""
+        local = live.local
+        for arrival in batch:
+            if arrival.gradients is not None:
+                local.arrive(arrival.message_id, arrival.gradients)
+            elif arrival.roots:
+                local.enter_roots(arrival.roots)
+            elif arrival.live is not None:
+                local.strike_off_all_but(arrival.live)
+        outgoing, found = local.run()
+        if found:
+            live.context.add_gradients(found, create_graph=live.create_graph)
+        return outgoing
 
     def _pack(self, live: LivePass, message: Outgoing, credit: Credit, reports: Any) -> _Parcel:
         to, gradients = message.received.source, message.gradients
@@ -321,10 +338,12 @@ class AutogradEngine(ContextRegistry):
             if kind is Kind.GRADIENTS:
                 arrival = self._arrival(parcel.to, body)
                 if arrival is not None:
-                    with arrival.into.context.changed:
-                        arrival.into.context.work.append(arrival)
-                    if arrival.into.context is not live.context:
-                        self._drain(arrival.into.context)
+                    context = arrival.into.context
+                    with context.lock:
+                        context.work.append(arrival)
+                        context.notify()
+                    if context is not live.context:
+                        self._run_what_is_left(context)
             else:
                 self._handlers[kind](parcel.to, body)
 
@@ -335,7 +354,7 @@ class AutogradEngine(ContextRegistry):
     def _gradients_arrived(self, source: int, body: Any) -> None:
         arrival = self._arrival(source, body)
         if arrival is not None:
-            self._leave(arrival.into.context, arrival)
+            self._bring(arrival.into.context, arrival)
 
     def _arrival(self, source: int, body: Any) -> Arrival | None:
         """What gradients bring to a pass; None if it is over here."""
@@ -384,7 +403,7 @@ class AutogradEngine(ContextRegistry):
                 ),
             )
             return None
-        with context.changed:
+        with context.lock:
             if pass_id in context.ended or context.is_released:
                 return None
             live = context.passes.get(pass_id)
@@ -403,7 +422,7 @@ class AutogradEngine(ContextRegistry):
     def _return_credit(self, live: LivePass) -> None:
         credit, reports = live.share.give_up()
         if live.control is not None:
-            with live.context.changed:
+            with live.context.lock:
                 effects = live.control.credit_returned(credit, reports)
             self._carry_out_pass(live, effects)
             return
@@ -419,7 +438,7 @@ class AutogradEngine(ContextRegistry):
         context_id, pass_id, credit, reports = body
         live = self._own_pass(context_id, pass_id)
         if live is not None and live.control is not None:
-            with live.context.changed:
+            with live.context.lock:
                 effects = live.control.credit_returned(
                     unpack_credit(credit), unpack_reports(reports)
                 )
@@ -440,7 +459,7 @@ class AutogradEngine(ContextRegistry):
         context_id, pass_id, waiting, sends = body
         live = self._own_pass(context_id, pass_id)
         if live is not None and live.control is not None:
-            with live.context.changed:
+            with live.context.lock:
                 effects = live.control.reachability_told(source, waiting, sends)
             self._carry_out_pass(live, effects)
 
@@ -448,7 +467,7 @@ class AutogradEngine(ContextRegistry):
         context_id, pass_id, (retain, create), keep, credit = body
         live = self._live_pass(context_id, pass_id, retain, create)
         if live is not None:
-            self._leave(
+            self._bring(
                 live.context, Arrival(live, unpack_credit(credit), {}, live=frozenset(keep))
             )
 
@@ -456,7 +475,7 @@ class AutogradEngine(ContextRegistry):
         context_id, pass_id = body
         context = self.find(context_id)
         if context is not None:
-            with context.changed:
+            with context.lock:
                 context.passes.pop(pass_id, None)
 
     def _own_pass(self, context_id: int, pass_id: int) -> LivePass | None:
@@ -515,6 +534,16 @@ class AutogradEngine(ContextRegistry):
         if self._messenger is None:
             raise WorkerLost("this worker has no agent: nothing can be sent")
         return self._messenger
+
+
+def _take_batch(context: DistAutogradContext) -> list[Arrival]:
+    """All that is left for the pass that is first in the queue. Call it with the lock held."""
+    into = context.work[0].into
+    batch = [arrival for arrival in context.work if arrival.into is into]
+    others = [arrival for arrival in context.work if arrival.into is not into]
+    context.work.clear()
+    context.work.extend(others)
+    return batch
 
 
 def _present(gradient: torch.Tensor | None) -> torch.Tensor:

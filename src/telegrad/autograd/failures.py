@@ -130,7 +130,7 @@ class PassFailures:
         """Any pass of a context that the worker knew may have lost credit with it."""
         failure = Failure("lost", worker, f"the worker was lost during a backward pass: {reason}")
         for context in self._registry.contexts:
-            with context.changed:
+            with context.lock:
                 for pass_id in [id_ for id_ in context.passes if worker_of(id_) == worker]:
                     context.ended.add(pass_id)
                     del context.passes[pass_id]
@@ -141,7 +141,7 @@ class PassFailures:
 
     def context_freed(self, context: DistAutogradContext) -> None:
         """Passes that were called here and are under way in it fail; all others are dropped."""
-        with context.changed:
+        with context.lock:
             context.is_released = True
             context.work.clear()
             passes = list(context.passes.values())
@@ -159,7 +159,7 @@ class PassFailures:
     def _abort(
         self, context: DistAutogradContext, pass_id: int, failure: Failure, *, told_by: int | None
     ) -> None:
-        with context.changed:
+        with context.lock:
             if pass_id in context.ended:
                 return
             context.ended.add(pass_id)
@@ -174,7 +174,7 @@ class PassFailures:
     def _loss_told(
         self, context: DistAutogradContext, incident: int, failure: Failure, *, told_by: int | None
     ) -> None:
-        with context.changed:
+        with context.lock:
             if incident in context.incidents:
                 return
             context.incidents.add(incident)

@@ -78,10 +78,8 @@ def adopt(gradient: torch.Tensor, leaf: torch.Tensor, references: int) -> torch.
     return gradient.clone(memory_format=torch.contiguous_format)
 
 
-def add(total: torch.Tensor, gradient: torch.Tensor, *, in_place: bool = False) -> torch.Tensor:
+def add(total: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """The sum of two gradients of one leaf, either of which may be sparse."""
-    if total.layout is torch.strided and in_place:
-        return total.add_(gradient)
     if total.layout is torch.sparse_coo and gradient.layout is torch.strided:
         return gradient + total  # torch adds sparse to dense, not dense to sparse
     return total + gradient

@@ -89,12 +89,13 @@ class LivePass:
 
     def finish(self, error: BaseException | None) -> None:
         """The pass is over, at its initiator: `backward` returns, or raises this."""
-        with self.context.changed:
-            self.context.passes.pop(self.id, None)
+        context = self.context
+        with context.lock:
+            context.passes.pop(self.id, None)
             if not self.is_over:
                 self.error = error
                 self.is_over = True
-                self.context.changed.notify_all()
+                context.notify()
         if error is not None and self.interruption is not None:
             self.interruption.interrupt()
 

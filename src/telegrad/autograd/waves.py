@@ -21,7 +21,7 @@ import functools
 import threading
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -41,6 +41,11 @@ __all__ = ["LocalPass", "Outgoing"]
 
 _loans = Loans()
 
+_Entering: TypeAlias = dict[GradientEdge, torch.Tensor]
+"""Gradients on their way into nodes."""
+
+_NO_BOUNDARY: Mapping[Any, set[Any]] = {}
+
 _BackwardCFunction = torch.autograd.function.BackwardCFunction
 
 
@@ -51,13 +56,9 @@ class Outgoing(NamedTuple):
     gradients: tuple[torch.Tensor | None, ...]
 
 
-class LeafGradient(NamedTuple):
-    """What a wave found at a leaf."""
-
-    leaf: torch.Tensor
-    gradient: torch.Tensor
-    replaced: torch.Tensor | None = None
-    """What an earlier wave of the same pass found there: a reducer has now made this of it."""
+LeafGradient: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""What a wave found at a leaf: the leaf, its gradient, and what that takes the place of, if a
+reducer has made it of what an earlier wave of the same pass found there."""
 
 
 def successors(node: Any) -> list[Any]:
@@ -78,17 +79,17 @@ class LocalPass:
     """
 
     def __init__(
-        self, sends: Mapping[int, SendFunction], *, retain_graph: bool, create_graph: bool
+        self, sends: dict[int, SendFunction], *, retain_graph: bool, create_graph: bool
     ) -> None:
-        self.sends = dict(sends)
-        self._awaited = {id_ for id_, sent in self.sends.items() if not sent.is_spent}
+        self.sends = sends
+        self._awaited = {id_ for id_, sent in sends.items() if not sent.is_spent}
         self._retain_graph = retain_graph
         self._create_graph = create_graph
         self._frontier: Frontier[int, Any] | None = None
         self._arrived: list[int] = []
         self._below: set[Any] = set()
         self._saved_walk: tuple[int, Sequence[Any]] | None = None
-        self._entering: dict[tuple[Any, int], torch.Tensor] = {}
+        self._entering: _Entering = {}
         self.lent: dict[torch.Tensor, torch.Tensor] = {}
         """What was found in `.grad` of leaves that had to be lent to their hooks."""
 
@@ -133,7 +134,7 @@ class LocalPass:
     def reachability(self) -> tuple[set[int], dict[int, set[int]]]:
         """The received messages that waiting gradients lead to, and those that each awaited send
         leads to."""
-        waiting = _messages_behind(node for node, _ in self._entering)
+        waiting = _messages_behind(edge.node for edge in self._entering)
         return waiting, {
             id_: _messages_behind(node for node, _ in self.sends[id_].next_functions)
             for id_ in self._awaited
@@ -145,51 +146,65 @@ class LocalPass:
         Raises:
             Exception: whatever a backward function or a hook raised.
         """
-        leaves = None if self._frontier is not None else self._leaves_of_unblocked()
-        if leaves is not None:
-            self._arrived.clear()
-            entering, self._entering = self._entering, {}
-            if all(_is_free(node) for node, _ in entering):
-                return [], self._into_free_leaves(entering)
-            return _Wave(self, leaves, {}).run(entering, [])
+        if self._frontier is None:
+            leaves = self._leaves_of_unblocked()
+            if leaves is not None:
+                self._arrived.clear()
+                entering, self._entering = self._entering, {}
+                if len(entering) == len(leaves) and all(_is_free(key[0]) for key in entering):
+                    return [], self._into_free_leaves(entering)
+                return _Wave(self, leaves, _NO_BOUNDARY).run(entering, ())
         frontier = self._settle_arrivals()
         ready, boundary = frontier.advance()
         if boundary:
             self._hold_leaves_below(frontier, ready, boundary)
+        entering, free = self._take_ready(frontier, ready)
         outgoing: list[Outgoing] = []
         found: list[LeafGradient] = []
-        is_ready = set(ready)
-        entering = {
-            key: self._entering.pop(key)
-            for key in tuple(self._entering)
-            if key[0] in is_ready and not frontier.is_free(key[0])
-        }
         if entering:
             leaves = [node for node in ready if type(node) is AccumulateGrad]
-            sinks: list[GradientEdge] = []
+            sinks: tuple[GradientEdge, ...] = ()
             if boundary:
-                sinks = [GradientEdge(node, 0) for node in ready if type(node) is RecvNode]
-                sinks += [GradientEdge(node, 0) for node in (*leaves, *boundary)]
+                asked = [node for node in ready if type(node) is RecvNode]
+                sinks = tuple(GradientEdge(node, 0) for node in (*asked, *leaves, *boundary))
             outgoing, found = _Wave(self, leaves, boundary).run(entering, sinks)
-        found += self._into_free_leaves(
-            {
-                key: self._entering.pop(key)
-                for key in tuple(self._entering)
-                if frontier.is_free(key[0])
-            }
-        )
+            if boundary:  # free leaves that were held below it have got gradients by hand
+                _, held = self._take_ready(frontier, ())
+                for key, gradient in held.items():
+                    before = free.get(key)
+                    free[key] = gradient if before is None else add(before, gradient)
+                gradient = before = None  # type: ignore[assignment]  # counted by `adopt`
+        if free:
+            found += self._into_free_leaves(free)
         return outgoing, found
 
-    def _into_free_leaves(
-        self, entering: dict[tuple[Any, int], torch.Tensor]
-    ) -> list[LeafGradient]:
+    def _take_ready(
+        self, frontier: Frontier[int, Any], ready: Iterable[Any]
+    ) -> tuple[_Entering, _Entering]:
+        """Takes what may go on now: into nodes that are ready, and into free leaves."""
+        entering: _Entering = {}
+        free: _Entering = {}
+        kept: _Entering = {}
+        for key, gradient in self._entering.items():
+            node = key[0]
+            if frontier.is_free(node):
+                free[key] = gradient
+            elif node in ready:
+                entering[key] = gradient
+            else:
+                kept[key] = gradient
+        self._entering = kept
+        return entering, free
+
+    def _into_free_leaves(self, entering: _Entering) -> list[LeafGradient]:
         """A free leaf has no hooks: what is for it needs no engine."""
         if self._create_graph:
-            return [LeafGradient(key[0].variable, g) for key, g in entering.items()]
-        return [
-            LeafGradient(key[0].variable, adopt(entering[key], key[0].variable, references=1))
-            for key in entering
-        ]
+            return [(_leaf_of(key), gradient, None) for key, gradient in entering.items()]
+        found: list[LeafGradient] = []
+        for key in entering:
+            leaf = _leaf_of(key)
+            found.append((leaf, adopt(entering[key], leaf, references=1), None))
+        return found
 
     def _leaves_of_unblocked(self) -> Sequence[Any] | None:
         """The leaves of all that has entered, if nothing that is awaited can block any of it.
@@ -202,9 +217,9 @@ class LocalPass:
         if not self._awaited:
             if self._saved_walk is not None and self._arrived == [self._saved_walk[0]]:
                 return self._saved_walk[1]
-            return _leaves(_walk(node for node, _ in self._entering))
+            return _leaves(_walk(edge.node for edge in self._entering))
         (last,) = self._awaited
-        entered = _walk(node for node, _ in self._entering)
+        entered = _walk(edge.node for edge in self._entering)
         awaited = _walk(node for node, _ in self.sends[last].next_functions)
         if not all(_is_free(node) for node in entered & awaited):
             return None
@@ -242,7 +257,7 @@ class LocalPass:
                 for id_ in (*self._awaited, *self._arrived)
             }
             in_sources = {node for id_ in self._arrived for node in sources[id_]}
-            roots = {node for node, _ in self._entering} - in_sources
+            roots = {edge.node for edge in self._entering} - in_sources
             self._frontier = Frontier(roots, sources, successors, _is_free)
         for id_ in self._arrived:
             if id_ not in self._frontier.awaited:  # spent in an earlier pass, and here again
@@ -254,7 +269,7 @@ class LocalPass:
         return self._frontier
 
     def _enter(self, node: Any, number: int, gradient: torch.Tensor) -> None:
-        key = (node, number)
+        key = GradientEdge(node, number)
         before = self._entering.get(key)
         self._entering[key] = gradient if before is None else add(before, gradient)
 
@@ -262,38 +277,45 @@ class LocalPass:
 class _Wave:
     """One call of torch's engine."""
 
+    __slots__ = ("_boundary", "_found", "_leaves", "_lent", "_outgoing", "_owner")
+
     def __init__(
         self, owner: LocalPass, leaves: Sequence[Any], boundary: Mapping[Any, set[Any]]
     ) -> None:
         self._owner = owner
         self._boundary = boundary
-        is_ddp_possible = torch.distributed.is_initialized()
-        self._lent = [node for node in leaves if needs_grad_field(node.variable, is_ddp_possible)]
-        self._leaves = [node for node in leaves if node not in self._lent] if self._lent else leaves
+        self._leaves = leaves
+        self._lent: Sequence[Any] = ()
+        if leaves:
+            is_ddp_possible = torch.distributed.is_initialized()
+            self._lent = [
+                node for node in leaves if needs_grad_field(node.variable, is_ddp_possible)
+            ]
+            if self._lent:
+                self._leaves = [node for node in leaves if node not in self._lent]
         self._found: dict[Any, torch.Tensor] = {}
         self._outgoing: list[Outgoing] = []
 
     def run(
-        self, entering: dict[tuple[Any, int], torch.Tensor], sinks: list[GradientEdge]
+        self, entering: _Entering, sinks: tuple[GradientEdge, ...]
     ) -> tuple[list[Outgoing], list[LeafGradient]]:
+        owner = self._owner
         handles = [
             node.register_prehook(functools.partial(self._leaf_reached, node))
             for node in self._leaves
         ]
-        handles += [
-            node.register_hook(functools.partial(self._boundary_reached, node))
-            for node in self._boundary
-        ]
+        for node in self._boundary:
+            handles.append(node.register_hook(functools.partial(self._boundary_reached, node)))
         before = _loans.borrow(self._borrowed()) if self._lent else []
         wave_before = enter_wave(self)
         lent: list[torch.Tensor | None] = []
         try:
             _run_engine(
-                tuple(GradientEdge(node, number) for node, number in entering),
+                tuple(entering),
                 tuple(entering.values()),
-                self._owner._retain_graph or self._owner._create_graph,
-                self._owner._create_graph,
-                tuple(sinks),
+                owner._retain_graph or owner._create_graph,
+                owner._create_graph,
+                sinks,
             )
         finally:
             enter_wave(wave_before)
@@ -302,13 +324,15 @@ class _Wave:
             if before:
                 lent = _loans.give_back(before)
         entering.clear()  # what entered must not count as a reference to what came out
-        found = [LeafGradient(node.variable, self._take(node)) for node in tuple(self._found)]
+        found: list[LeafGradient] = [
+            (node.variable, self._take(node), None) for node in self._found
+        ]
         for number, ((leaf, _), gradient) in enumerate(zip(before, lent, strict=True)):
             if gradient is not None:
                 is_of_this_wave = number < len(self._lent)
-                replaced = None if is_of_this_wave else self._owner.lent[leaf]
-                found.append(LeafGradient(leaf, gradient, replaced))
-                self._owner.lent[leaf] = gradient
+                replaced = None if is_of_this_wave else owner.lent[leaf]
+                found.append((leaf, gradient, replaced))
+                owner.lent[leaf] = gradient
         return self._outgoing, found
 
     def _borrowed(self) -> list[torch.Tensor]:
@@ -322,9 +346,10 @@ class _Wave:
     def recv_reached(self, node: Any, gradients: Sequence[torch.Tensor | None]) -> None:
         """Called by a recv node: `gradients` is what entered it, its token's included."""
         received: Received = node.received
-        gradients = tuple(gradients[: received.size])
-        if any(gradient is not None for gradient in gradients):
-            self._outgoing.append(Outgoing(received, gradients))
+        for gradient in gradients:
+            if gradient is not None:
+                self._outgoing.append(Outgoing(received, tuple(gradients[: received.size])))
+                return
 
     def _leaf_reached(self, node: Any, gradients: Sequence[torch.Tensor | None]) -> Any:
         if current_wave() is not self:
@@ -437,3 +462,9 @@ def _leaves(nodes: Iterable[Any]) -> list[Any]:
 
 def _messages_behind(entries: Iterable[Any]) -> set[int]:
     return {node.received.message_id for node in _walk(entries) if type(node) is RecvNode}
+
+
+def _leaf_of(edge: GradientEdge) -> torch.Tensor:
+    node: Any = edge.node
+    leaf: torch.Tensor = node.variable
+    return leaf
