@@ -15,6 +15,7 @@ import torch
 from telegrad.autograd import AutogradEngine
 from telegrad.errors import WorkerLost
 from telegrad.rpc.seams import NO_CONTEXT
+from telegrad.wire.codec import Packet
 
 
 def copied(value):
@@ -22,6 +23,8 @@ def copied(value):
         return value.detach().clone()
     if isinstance(value, (tuple, list)):
         return type(value)(copied(v) for v in value)
+    if isinstance(value, Packet):
+        return Packet(value.head, copied(value.tensors))
     if isinstance(value, dict):
         return {k: copied(v) for k, v in value.items()}
     return value
@@ -68,7 +71,7 @@ class SimulatedMessenger:
     def request(self, to, kind, body, *, timeout=None):
         raise NotImplementedError
 
-    def handle(self, kind, handler):
+    def handle(self, kind, handler, rescue=None):
         assert kind not in self.handlers
         self.handlers[kind] = handler
 

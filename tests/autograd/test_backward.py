@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from autograd_cluster import Cluster
 
+from telegrad.autograd import waves
 from telegrad.errors import BackwardError, ContextError, WorkerLost
 from telegrad.wire.frames import Kind
 
@@ -166,6 +167,59 @@ def test_hooks_of_every_kind_run_once_on_the_total(cluster, engine, context):
     assert torch.equal(before, torch.ones(4))
 
 
+def sent_on(cluster, watch):
+    """A remote result that goes, untouched, into another call: its recv node is all that this
+    worker's part of the pass consists of."""
+    t = torch.tensor([1.0, 2.0], requires_grad=True)
+    middle = cluster.call(0, 1, torch.mul, t, 3.0)
+    seen = watch(middle)
+    return t, cluster.call(0, 2, torch.square, middle).sum(), seen
+
+
+def hooked(middle):
+    seen = []
+    middle.register_hook(lambda g: seen.append(g) or g * 10)
+    return seen
+
+
+def node_hooked(middle):
+    seen = []
+    middle.grad_fn.register_prehook(lambda gs: seen.append(gs[0]) or (gs[0] * 10, *gs[1:]))
+    return seen
+
+
+def node_post_hooked(middle):
+    seen = []
+    middle.grad_fn.register_hook(lambda _, gs: seen.append(gs[0]))
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("watch", "factor"), [(hooked, 10.0), (node_hooked, 10.0), (node_post_hooked, 1.0)]
+)
+def test_hooks_of_a_result_that_is_only_sent_on_run(cluster, engine, context, watch, factor):
+    t, loss, seen = sent_on(cluster, watch)
+    engine.backward(context.id, [loss])
+    assert [g.tolist() for g in seen] == [[6.0, 12.0]]
+    assert engine.get_gradients(context.id)[t].tolist() == [18.0 * factor, 36.0 * factor]
+
+
+def test_a_result_that_is_only_sent_on_can_retain_its_gradient(cluster, engine, context):
+    _, loss, middle = sent_on(cluster, lambda middle: middle.retain_grad() or middle)
+    engine.backward(context.id, [loss])
+    assert middle.grad.tolist() == [6.0, 12.0]
+
+
+def test_a_result_that_is_only_sent_on_needs_no_engine(cluster, engine, context, monkeypatch):
+    t, loss, _ = sent_on(cluster, lambda middle: None)
+    local_runs = []
+    run = waves._run_engine
+    monkeypatch.setattr(waves, "_run_engine", lambda *a: local_runs.append(1) or run(*a))
+    engine.backward(context.id, [loss])
+    assert engine.get_gradients(context.id)[t].tolist() == [18.0, 36.0]
+    assert len(local_runs) == 3  # sum here, square on worker 2, mul on worker 1
+
+
 def test_post_hooks_on_the_leafs_node_run(engine, context):
     calls = []
     t = torch.rand(10, 10, requires_grad=True)
@@ -214,7 +268,7 @@ def test_a_gradient_off_the_wire_becomes_the_contexts_without_a_copy(cluster, en
     arrive = cluster.messengers[0]
     handler = arrive.handlers[Kind.GRADIENTS]
     arrive.handlers[Kind.GRADIENTS] = lambda source, body: (
-        arrived.append(body[6][0].data_ptr()),
+        arrived.append(body.tensors[0].data_ptr()),
         handler(source, body),
     )
     cluster.tosses_tails = lambda: True  # so that it comes by a message of its own

@@ -14,6 +14,7 @@ from process_programs import Waiter, counts_at, leaf, until, wait_until_clean, w
 
 import telegrad.autograd as dist_autograd
 from telegrad import rpc
+from telegrad.autograd.gradient_message import GradientMessage
 from telegrad.errors import BackwardError, ContextError, WorkerLost
 from telegrad.testing.cluster import cluster
 from telegrad.testing.faults import Faults
@@ -446,3 +447,35 @@ class TestABadNetwork:
                     want = wanted("worker1") + wanted("worker2")
                     torch.testing.assert_close(gradient_of(context_id), want)
             wait_until_clean(workers(3))
+
+
+def break_gradients(how):
+    """Makes this worker unable to read gradients."""
+
+    def unpack(packet):
+        raise MemoryError("no room for gradients")
+
+    def pass_of(payload):
+        raise ValueError("not even that")
+
+    GradientMessage.unpack = unpack
+    if how == "altogether":
+        GradientMessage.pass_of = pass_of
+
+
+class TestGradientsThatCannotBeRead:
+    def test_end_the_pass(self):
+        with cluster(3), dist_autograd.context() as context_id:
+            loss = gated("worker1") + gated("worker2")
+            rpc.rpc_sync("worker1", break_gradients, ("in part",))
+            with pytest.raises(BackwardError, match="no room for gradients"):
+                dist_autograd.backward(context_id, [loss])
+            assert rpc.rpc_sync("worker1", torch.add, (1, 1)) == 2  # the worker is not lost
+            wait_until_no_pass(workers(3))
+
+    def test_end_it_also_if_nobody_knows_which_pass_they_are_of(self):
+        with cluster(2, graceful=False), dist_autograd.context() as context_id:
+            loss = gated("worker1")
+            rpc.rpc_sync("worker1", break_gradients, ("altogether",))
+            with pytest.raises((BackwardError, WorkerLost), match="lost"):
+                dist_autograd.backward(context_id, [loss])

@@ -25,6 +25,7 @@ import torch
 
 from telegrad.autograd.context import DistAutogradContext
 from telegrad.autograd.failures import Failure, PassFailures
+from telegrad.autograd.gradient_message import GradientMessage
 from telegrad.autograd.pass_protocol import (
     AskReachability,
     Complete,
@@ -50,6 +51,7 @@ from telegrad.errors import TelegradError, WorkerLost
 from telegrad.ids import WorkerCounter, worker_of
 from telegrad.rpc.conversation import Interruption
 from telegrad.rpc.seams import Messenger
+from telegrad.wire.codec import Packet
 from telegrad.wire.frames import Kind
 
 __all__ = ["AutogradEngine"]
@@ -59,7 +61,7 @@ class _Parcel(NamedTuple):
     """A gradient message, ready to be sent."""
 
     to: int
-    body: tuple[Any, ...]
+    packet: Packet
 
 
 class AutogradEngine(ContextRegistry):
@@ -95,7 +97,8 @@ class AutogradEngine(ContextRegistry):
         }
         if messenger is not None:
             for kind, handler in self._handlers.items():
-                messenger.handle(kind, handler)
+                rescue = self._gradients_unreadable if kind is Kind.GRADIENTS else None
+                messenger.handle(kind, handler, rescue)
             messenger.watch_losses(self._failures.worker_lost)
 
     # What users ask
@@ -278,43 +281,35 @@ class AutogradEngine(ContextRegistry):
         return outgoing
 
     def _pack(self, live: LivePass, message: Outgoing, credit: Credit, reports: Any) -> _Parcel:
-        to, gradients = message.received.source, message.gradients
-        gradient_message_id = -1
-        with_history: tuple[int, ...] = ()
+        received, gradients = message
+        to = received.source
+        history: tuple[int, tuple[int, ...]] = (-1, ())
         if live.create_graph:
-            with_history = tuple(
-                i for i, g in enumerate(gradients) if g is not None and g.requires_grad
+            recorded = {i: g for i, g in enumerate(gradients) if g is not None and g.requires_grad}
+            history = (
+                self.record_send(live.context.id, to, list(recorded.values())),
+                tuple(recorded),
             )
-            gradient_message_id = self.record_send(
-                live.context.id, to, [_present(gradients[i]) for i in with_history]
-            )
-            gradients = tuple(g if g is None else g.detach() for g in gradients)
-        # Many gradients are one number, expanded: what is sent has to be written out anyway, and
-        # dense tensors are the quick ones to pack.
-        gradients = tuple(
-            g if g is None or g.layout is not torch.strided or g.is_contiguous() else g.contiguous()
-            for g in gradients
-        )
-        body = (
+        packet = GradientMessage(
             live.context.id,
             live.id,
-            (live.retain_graph, live.create_graph),
-            message.received.message_id,
-            pack_credit(credit),
-            pack_reports(reports),
-            gradients,
-            gradient_message_id,
-            with_history,
-        )
-        return _Parcel(to, body)
+            received.message_id,
+            live.retain_graph,
+            live.create_graph,
+            credit,
+            reports,
+            [g if g is None else _written_out(g) for g in gradients],
+            history,
+        ).pack()
+        return _Parcel(to, packet)
 
     def _send(self, live: LivePass, parcel: _Parcel) -> bool:
         """False if it could not be sent, which ends the pass."""
         try:
             if parcel.to == self.worker_id:
-                self._gradients_arrived(parcel.to, parcel.body)
+                self._gradients_arrived(parcel.to, parcel.packet)
             else:
-                self._messenger_or_fail().post(parcel.to, Kind.GRADIENTS, parcel.body)
+                self._messenger_or_fail().post(parcel.to, Kind.GRADIENTS, parcel.packet)
         except TelegradError as error:
             self._fail_to_send(live, parcel, error)
             return False
@@ -329,7 +324,7 @@ class AutogradEngine(ContextRegistry):
         assert live.interruption is not None
         try:
             came = self._messenger_or_fail().converse(
-                parcel.to, Kind.GRADIENTS, parcel.body, live.interruption
+                parcel.to, Kind.GRADIENTS, parcel.packet, live.interruption
             )
         except TelegradError as error:
             self._fail_to_send(live, parcel, error)
@@ -351,38 +346,45 @@ class AutogradEngine(ContextRegistry):
         worker = parcel.to if isinstance(error, WorkerLost) else self.worker_id
         self._failures.fail(live, Failure.raised(worker, error))
 
-    def _gradients_arrived(self, source: int, body: Any) -> None:
-        arrival = self._arrival(source, body)
+    def _gradients_arrived(self, source: int, packet: Packet) -> None:
+        arrival = self._arrival(source, packet)
         if arrival is not None:
             self._bring(arrival.into.context, arrival)
 
-    def _arrival(self, source: int, body: Any) -> Arrival | None:
+    def _gradients_unreadable(
+        self, source: int, payload: bytes | memoryview, error: Exception
+    ) -> None:
+        context_id, pass_id = GradientMessage.pass_of(payload)
+        failure = Failure.raised(self.worker_id, error)
+        live = self._live_pass(context_id, pass_id, False, False)
+        if live is not None:
+            self._failures.fail(live, failure)
+
+    def _arrival(self, source: int, packet: Packet) -> Arrival | None:
         """What gradients bring to a pass; None if it is over here."""
-        context_id, pass_id, (retain, create), message_id, credit, reports, gradients = body[:7]
-        live = self._live_pass(context_id, pass_id, retain, create)
+        message = GradientMessage.unpack(packet)
+        live = self._live_pass(
+            message.context_id, message.pass_id, message.retain_graph, message.create_graph
+        )
         if live is None:
             return None
+        message_id, gradients = message.message_id, message.gradients
         if message_id not in live.local.sends:
             self._failures.fail(
                 live,
                 Failure("raised", self.worker_id, f"no message {message_id} was sent from here"),
             )
             return None
-        # Tensors of our own: the message's are still referred to by whoever handed it to us.
-        gradients = [g if g is None else g.detach() for g in gradients]
-        if create:
-            gradient_message_id, with_history = body[7:]
-            recorded = self.record_receive(
-                context_id, gradient_message_id, source, [gradients[i] for i in with_history]
+        if message.create_graph:
+            gradient_message_id, recorded = message.history
+            present = [_present(gradients[i]) for i in recorded]
+            with_history = self.record_receive(
+                message.context_id, gradient_message_id, source, present
             )
-            for i, gradient in zip(with_history, recorded, strict=True):
+            for i, gradient in zip(recorded, with_history, strict=True):
                 gradients[i] = gradient
         return Arrival(
-            live,
-            unpack_credit(credit),
-            unpack_reports(reports),
-            message_id=message_id,
-            gradients=gradients,
+            live, message.credit, message.reports, message_id=message_id, gradients=gradients
         )
 
     def _live_pass(
@@ -544,6 +546,16 @@ def _take_batch(context: DistAutogradContext) -> list[Arrival]:
     context.work.clear()
     context.work.extend(others)
     return batch
+
+
+def _written_out(gradient: torch.Tensor) -> torch.Tensor:
+    """Many gradients are one number, expanded: what is sent has to be written out anyway, and dense
+    tensors are the quick ones to pack."""
+    if gradient.requires_grad:
+        gradient = gradient.detach()
+    if gradient.layout is not torch.strided or gradient.is_contiguous():
+        return gradient
+    return gradient.contiguous()
 
 
 def _present(gradient: torch.Tensor | None) -> torch.Tensor:

@@ -17,6 +17,8 @@ its output, or one output more than the user sees, an empty tensor (`token`).
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -32,6 +34,7 @@ __all__ = [
     "SendFunction",
     "current_wave",
     "enter_wave",
+    "is_watched",
     "recv_history",
     "send_history",
 ]
@@ -129,6 +132,35 @@ class SendFunction:
 RecvNode: Any = _Recv._backward_cls
 """The type of a recv node."""
 RecvNode.__name__ = "torch::distributed::autograd::RecvRpcBackward"
+RecvNode.is_hooked = False
+
+
+def _noting_hooks(name: str) -> Callable[..., Any]:
+    register = getattr(RecvNode, name)
+
+    @functools.wraps(register)
+    def register_and_note(node: Any, *args: Any) -> Any:
+        node.is_hooked = True
+        return register(node, *args)
+
+    return register_and_note
+
+
+for _name in ("register_hook", "register_prehook", "_register_hook_dict"):  # all ways there are
+    setattr(RecvNode, _name, _noting_hooks(_name))
+
+
+def is_watched(node: Any) -> bool:
+    """Whether anybody sees a recv node run: by a hook on it or on one of its tensors, or by
+    `retain_grad`. If not, what enters it may go on without torch's engine."""
+    if node.is_hooked:
+        return True
+    return any(tensor is not None and tensor.retains_grad for tensor in map(_call, node.outputs))
+
+
+def _call(reference: Callable[[], Any]) -> Any:
+    return reference()
+
 
 # The C++ function itself: what `Function.apply` does before it is for functorch's transforms.
 _apply_recv: Callable[..., tuple[torch.Tensor, ...]] = super(torch.autograd.Function, _Recv).apply
@@ -185,4 +217,5 @@ def recv_history(
             *outputs, token = _apply_recv(_trigger, fresh)
     node: Any = token.grad_fn
     node.received = Received(message_id, source, len(outputs))
+    node.outputs = [weakref.ref(output) for output in outputs]
     return node, token, outputs

@@ -35,6 +35,7 @@ from telegrad.autograd.nodes import (
     SendFunction,
     current_wave,
     enter_wave,
+    is_watched,
 )
 
 __all__ = ["LocalPass", "Outgoing"]
@@ -153,6 +154,8 @@ class LocalPass:
                 entering, self._entering = self._entering, {}
                 if len(entering) == len(leaves) and all(_is_free(key[0]) for key in entering):
                     return [], self._into_free_leaves(entering)
+                if not leaves and all(_is_passed_through(edge.node) for edge in entering):
+                    return _pass_through(entering), []
                 return _Wave(self, leaves, _NO_BOUNDARY).run(entering, ())
         frontier = self._settle_arrivals()
         ready, boundary = frontier.advance()
@@ -161,7 +164,9 @@ class LocalPass:
         entering, free = self._take_ready(frontier, ready)
         outgoing: list[Outgoing] = []
         found: list[LeafGradient] = []
-        if entering:
+        if entering and all(_is_passed_through(edge.node) for edge in entering):
+            outgoing = _pass_through(entering)
+        elif entering:
             leaves = [node for node in ready if type(node) is AccumulateGrad]
             sinks: tuple[GradientEdge, ...] = ()
             if boundary:
@@ -462,6 +467,22 @@ def _leaves(nodes: Iterable[Any]) -> list[Any]:
 
 def _messages_behind(entries: Iterable[Any]) -> set[int]:
     return {node.received.message_id for node in _walk(entries) if type(node) is RecvNode}
+
+
+def _is_passed_through(node: Any) -> bool:
+    return type(node) is RecvNode and not is_watched(node)
+
+
+def _pass_through(entering: _Entering) -> list[Outgoing]:
+    """What enters recv nodes and nothing else: it goes on as it is."""
+    outgoing: dict[Any, list[torch.Tensor | None]] = {}
+    for (node, number, _), gradient in entering.items():
+        gradients = outgoing.get(node)
+        if gradients is None:
+            received: Received = node.received  # type: ignore[attr-defined]
+            gradients = outgoing[node] = [None] * received.size
+        gradients[number] = gradient
+    return [Outgoing(node.received, tuple(gradients)) for node, gradients in outgoing.items()]
 
 
 def _leaf_of(edge: GradientEdge) -> torch.Tensor:

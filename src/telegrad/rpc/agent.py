@@ -34,7 +34,7 @@ from telegrad.rpc.outcome import describe_function, pack_failure, rebuild_failur
 from telegrad.rpc.peer import Peer
 from telegrad.rpc.quick_functions import QuickFunctions
 from telegrad.rpc.rendezvous import Directory
-from telegrad.rpc.seams import NO_CONTEXT, Handler, Recorder, Timer
+from telegrad.rpc.seams import NO_CONTEXT, Handler, Recorder, Rescue, Timer
 from telegrad.rpc.worker_info import WorkerInfo
 from telegrad.transport.base import ConnectionClosed, TransportTimeout
 from telegrad.wire.codec import Codec, Encoded
@@ -98,6 +98,7 @@ class Agent:
         self._call_offsets: dict[Kind, int] = {}
         self._thread = threading.local()
         self._handlers: dict[Kind, Handler] = {}
+        self._rescues: dict[Kind, Rescue] = {}
         self._frame_handlers: dict[Kind, FrameHandler] = {}
         self._call_ids = itertools.count(1)
         # Work begun and ended here, for a graceful shutdown.
@@ -297,9 +298,11 @@ class Agent:
     def _finish_later(self, source: int, receive: Callable[[], Frame | None]) -> None:
         def finish() -> None:
             receipt = receive()
-            if receipt is not None:
-                for kind, body in self._messages_in(receipt):
-                    self._handlers[kind](source, body)
+            for kind, payload in () if receipt is None else messages_in(receipt):
+                try:
+                    self._handlers[kind](source, self.codec.decode(payload))
+                except Exception as error:  # noqa: BLE001 - nobody is there to raise it to
+                    self._post_failed(source, kind, payload, error)
 
         self.network.work.submit(finish)
 
@@ -329,10 +332,12 @@ class Agent:
         )
         return self._result(to, frame)
 
-    def handle(self, kind: Kind, handler: Handler) -> None:
+    def handle(self, kind: Kind, handler: Handler, rescue: Rescue | None = None) -> None:
         if kind in self._handlers:
             raise TelegradError(f"{kind.name} has a handler already")
         self._handlers[kind] = handler
+        if rescue is not None:
+            self._rescues[kind] = rescue
 
     def handle_frame(self, kind: Kind, handler: FrameHandler, call_offset: int) -> None:
         """Registers the handler of a kind of message that holds a call, beginning there."""
@@ -371,7 +376,7 @@ class Agent:
                 if deferred is None:
                     self.answer(source, frame, send, value)
         except BaseException as error:  # noqa: BLE001 - whatever a function raises is its caller's
-            self._answer_failure(frame, send, error)
+            self._answer_failure(source, frame, send, error)
         if deferred is not None:
             deferred.add_done_callback(partial(self._answer_deferred, source, frame, send))
         elif counted:
@@ -385,11 +390,26 @@ class Agent:
         self._thread.conversation = conversation
         try:
             self._run(source, frame)
-        except Exception:  # noqa: BLE001 - a handler answers for itself; this is a bug trap
-            _log.exception("handling a %s message failed", frame.kind.name)
+        except Exception as error:  # noqa: BLE001 - nobody is there to raise it to
+            self._post_failed(source, frame.kind, frame.body, error)
         finally:
             self._thread.conversation = None
             conversation.end()
+
+    def _post_failed(
+        self, source: int, kind: Kind, payload: bytes | memoryview, error: Exception
+    ) -> None:
+        """A message without an answer could not be handled: whoever waits for it must hear."""
+        _log.error("handling a %s message failed", kind.name, exc_info=error)
+        rescue = self._rescues.get(kind)
+        try:
+            if rescue is not None:
+                rescue(source, payload, error)
+                return
+        except Exception:  # noqa: BLE001 - the sender is given up below
+            _log.exception("and so did telling who waits for it")
+        if source != self.info.id:
+            self.network.peer(source).lose(f"its {kind.name} message could not be handled: {error}")
 
     def _is_quick(self, frame: Frame) -> bool:
         kind = frame.kind
@@ -464,7 +484,7 @@ class Agent:
             if frame.context_id != NO_CONTEXT and self.recorder is not None:
                 message = self.recorder.record_send(frame.context_id, source, encoded.tensors)
         except Exception as error:  # noqa: BLE001 - a result that cannot be sent fails its call
-            self._answer_failure(frame, send, error)
+            self._answer_failure(source, frame, send, error)
             return
         try:
             send(
@@ -479,9 +499,10 @@ class Agent:
         except (ConnectionClosed, TransportTimeout):
             pass  # the caller gave up, left or died: nobody waits for this
 
-    def _answer_failure(self, frame: Frame, send: Send, error: BaseException) -> None:
+    def _answer_failure(self, source: int, frame: Frame, send: Send, error: BaseException) -> None:
         if frame.flags & Flags.NO_ANSWER:
-            _log.error("handling a %s message failed", frame.kind.name, exc_info=error)
+            if isinstance(error, Exception):
+                self._post_failed(source, frame.kind, frame.body, error)
             return
         if self.on_failure is not None:
             self.on_failure(error)
@@ -495,7 +516,7 @@ class Agent:
         try:
             value = future.wait()  # it is done: this does not wait
         except Exception as error:  # noqa: BLE001 - it belongs to the caller
-            self._answer_failure(frame, send, error)
+            self._answer_failure(source, frame, send, error)
         else:
             self.answer(source, frame, send, value)
         if frame.kind is not Kind.GATHER:

@@ -17,7 +17,7 @@ import torch
 from telegrad.rpc.conversation import Interruption
 from telegrad.wire.frames import Kind
 
-__all__ = ["NO_CONTEXT", "Handler", "Messenger", "Recorder", "Timer"]
+__all__ = ["NO_CONTEXT", "Handler", "Messenger", "Recorder", "Rescue", "Timer"]
 
 NO_CONTEXT = -1
 """The context id of a message that belongs to no autograd context."""
@@ -28,6 +28,10 @@ Handler = Callable[[int, Any], Any]
 Runs on a thread of its own: it may block and may run user code. What it returns answers a
 `request` (a returned `torch.futures.Future` answers when it is done) and is dropped for a `post`.
 """
+
+
+Rescue = Callable[[int, "bytes | memoryview", Exception], None]
+"""Takes the sender's worker id, a message as it came, and why it could not be handled."""
 
 
 class Timer(Protocol):
@@ -73,8 +77,13 @@ class Messenger(Protocol):
         """Sends a message that is answered; ends in the answer, `RpcTimeout`, `WorkerLost` or what
         the handler raised. `timeout` None is the agent's default, 0 is none."""
 
-    def handle(self, kind: Kind, handler: Handler) -> None:
-        """Registers the handler of a kind of message; once per kind, before the agent starts."""
+    def handle(self, kind: Kind, handler: Handler, rescue: Rescue | None = None) -> None:
+        """Registers the handler of a kind of message; once per kind, before the agent starts.
+
+        Somebody may wait for what a posted message would have done. So if one cannot be decoded or
+        its handler raises, `rescue` is called, to end that wait; without one, or if that fails too,
+        the sender counts as lost, which ends every wait.
+        """
 
     def watch_losses(self, callback: Callable[[int, str], None]) -> None:
         """`callback(worker_id, reason)` runs once for each worker that is lost, on a thread of its

@@ -30,7 +30,7 @@ import torch
 
 from telegrad.errors import RpcTimeout, WorkerLost
 from telegrad.rpc.conversation import Interruption
-from telegrad.rpc.seams import Handler, Timer
+from telegrad.rpc.seams import Handler, Rescue, Timer
 from telegrad.wire.frames import Kind
 
 __all__ = ["SimulatedMessenger", "SimulatedNetwork"]
@@ -245,7 +245,7 @@ class SimulatedMessenger:
             future.set_exception(loss)
         return future
 
-    def handle(self, kind: Kind, handler: Handler) -> None:
+    def handle(self, kind: Kind, handler: Handler, rescue: Rescue | None = None) -> None:
         self._handlers[kind] = handler
 
     def watch_losses(self, callback: Callable[[int, str], None]) -> None:

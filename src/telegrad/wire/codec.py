@@ -12,26 +12,32 @@ memory that is not ours instead of an exception.
 from __future__ import annotations
 
 import pickle
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from telegrad.errors import SerializationError, TelegradError
+from telegrad.errors import ProtocolError, SerializationError, TelegradError
 from telegrad.wire.culprit import describe_type, locate, missing_global
 from telegrad.wire.frames import Limits
 from telegrad.wire.packing import pack
 from telegrad.wire.pickler import Reducer, ValuePickler
-from telegrad.wire.tensors import MAGIC
+from telegrad.wire.tensors import MAGIC, is_plain
 from telegrad.wire.unpacking import unpack
 
-__all__ = ["Codec", "Encoded", "Reducer"]
+__all__ = ["Codec", "Encoded", "Packet", "Reducer", "head_of_packet"]
 
 _loads = pickle.loads
 # A pickler's memo keeps the size it grew to, and clearing it touches all of it: one that had a
 # large value is not worth keeping.
 _POOLED_BYTES = 64 * 1024
+
+_PACKET = struct.Struct("<BI")  # kind, length of the head
+_PLAIN_PACKET, _PICKLED_PACKET = 0x47, 0x48  # "G", "H": no tensor table or pickle begins so
+_PACKETS = (_PLAIN_PACKET, _PICKLED_PACKET)
+_NO_ORIGINALS: dict[int, torch.Tensor] = {}
 
 
 @dataclass(slots=True)
@@ -50,6 +56,18 @@ class Encoded:
     payload: bytes
     buffers: list[memoryview]
     keep: list[object]
+    tensors: list[torch.Tensor]
+
+
+@dataclass(slots=True)
+class Packet:
+    """A message that says nothing but what its sender wrote into the head, and tensors.
+
+    It is what gradients travel in: where all its tensors are plain it needs no pickle. What
+    requires grad in it arrives as a leaf.
+    """
+
+    head: bytes | memoryview
     tensors: list[torch.Tensor]
 
 
@@ -96,6 +114,8 @@ class Codec:
             SerializationError: something in the value cannot be sent; `path` says where. Or it is
                 larger than the limits allow.
         """
+        if type(value) is Packet:
+            return self._encode_packet(value, destination)
         # A pickler in use is in no list, so neither threads nor reducers that encode share one.
         try:
             pickler = self._idle.pop()
@@ -123,6 +143,33 @@ class Codec:
         if encoded.buffers or len(payload) > self.limits.max_body:
             self._check_size(encoded, root)
         return encoded
+
+    def _encode_packet(self, packet: Packet, destination: int) -> Encoded:
+        tensors = packet.tensors
+        for tensor in tensors:
+            if not is_plain(tensor):
+                encoded = self.encode(tensors, destination, root="gradients")
+                start = _PACKET.pack(_PICKLED_PACKET, len(packet.head))
+                encoded.payload = b"".join((start, packet.head, encoded.payload))
+                return encoded
+        table = pack(tensors, _NO_ORIGINALS)
+        payload = b"".join(
+            (_PACKET.pack(_PLAIN_PACKET, len(packet.head)), packet.head, *table.pieces)
+        )
+        encoded = Encoded(payload, table.buffers, table.keep, table.tensors)
+        if encoded.buffers or len(payload) > self.limits.max_body:
+            self._check_size(encoded, "gradients")
+        return encoded
+
+    def _decode_packet(self, payload: memoryview, buffers: Sequence[Any]) -> Packet:
+        head = head_of_packet(payload)
+        rest = payload[_PACKET.size + len(head) :]
+        if payload[0] == _PICKLED_PACKET:
+            return Packet(head, self.decode(rest, buffers))
+        values, position = unpack(rest, buffers, None)
+        if position != len(rest) or not all(map(_is_tensor, values)):
+            raise ProtocolError("damaged packet: something else than tensors is in it")
+        return Packet(head, values)
 
     def _check_size(self, encoded: Encoded, root: str) -> None:
         limits = self.limits
@@ -160,6 +207,8 @@ class Codec:
             raise SerializationError("an empty payload cannot be decoded")
         stream: bytes | bytearray | memoryview = payload
         entries: list[Any] = []
+        if payload[0] in _PACKETS:
+            return self._decode_packet(memoryview(payload), buffers)
         if payload[0] == MAGIC:
             view = memoryview(payload)
             entries, position = unpack(view, buffers, attach)
@@ -193,6 +242,26 @@ class Codec:
         except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer
             return error
         return None
+
+
+def head_of_packet(payload: bytes | memoryview) -> memoryview:
+    """The head of an encoded packet, whatever state its tensors are in.
+
+    Raises:
+        ProtocolError: the payload is too short to have one.
+    """
+    view = memoryview(payload)
+    if len(view) < _PACKET.size:
+        raise ProtocolError("damaged packet: it is shorter than its head")
+    _, length = _PACKET.unpack_from(view)
+    end = _PACKET.size + length
+    if end > len(view):
+        raise ProtocolError("damaged packet: its head is longer than the message")
+    return view[_PACKET.size : end]
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 def _decoding_error(stream: bytes | bytearray | memoryview, error: Exception) -> SerializationError:

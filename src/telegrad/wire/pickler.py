@@ -25,7 +25,7 @@ from torch import Tensor
 from telegrad.errors import SerializationError
 from telegrad.wire import revival
 from telegrad.wire.references import function_named, name_of
-from telegrad.wire.tensors import CODES, Entry, Part, Sparse, Whole
+from telegrad.wire.tensors import CODES, Entry, Part, Sparse, Whole, is_plain
 
 __all__ = ["Reducer", "ValuePickler"]
 
@@ -74,14 +74,7 @@ class ValuePickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         """Called by the C pickler for all that is neither a builtin scalar nor a container."""
         cls = type(obj)
-        if (
-            cls is Tensor
-            and obj.layout is _strided
-            and obj.is_cpu
-            and not obj.__dict__
-            and obj.dtype in CODES
-            and not obj.is_nested
-        ):
+        if cls is Tensor and is_plain(obj):
             self.marked.append(obj)
             # Not one constant tuple: the pickler remembers the argument tuple and would then refer
             # to the first mark instead of making a second.

@@ -76,6 +76,18 @@ COMPRESSED_LAYOUTS: Final = (
 )
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is an entry of the table as it is."""
+    return (
+        type(tensor) is Tensor
+        and tensor.layout is torch.strided
+        and tensor.is_cpu
+        and not tensor.__dict__
+        and tensor.dtype in CODES
+        and not tensor.is_nested
+    )
+
+
 @dataclass(slots=True)
 class Part:
     """A tensor that a sparse one consists of."""
