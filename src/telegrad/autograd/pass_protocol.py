@@ -87,6 +87,8 @@ def merge_reports(into: Reports, other: Mapping[int, tuple[int, Standing]]) -> N
 class PassShare:
     """One worker's credit in one pass, the initiator's included."""
 
+    __slots__ = ("_credit", "_reports", "_reports_made", "_worker")
+
     def __init__(self, worker: int) -> None:
         self._worker = worker
         self._credit: Credit = 0
@@ -100,7 +102,8 @@ class PassShare:
     def take(self, credit: Credit, reports: Mapping[int, tuple[int, Standing]]) -> None:
         """A message of the pass has come."""
         self._credit = self._credit + credit if self._credit else credit
-        merge_reports(self._reports, reports)
+        if reports:
+            merge_reports(self._reports, reports)
 
     def split(self, parcels: int, standing: Standing) -> list[tuple[Credit, Reports]]:
         """A wave has ended and sends so many gradient messages: what each of them carries.
@@ -115,7 +118,7 @@ class PassShare:
         share = self._credit if parcels == 1 else self._credit / Fraction(parcels)
         self._credit = 0
         reports, self._reports = self._reports, {}
-        return [(share, reports), *((share, {}) for _ in range(parcels - 1))]
+        return [(share, reports)] + [(share, {}) for _ in range(parcels - 1)]
 
     def give_up(self) -> tuple[Credit, Reports]:
         """Idle, and nothing was sent on: what goes home to the initiator."""
@@ -163,6 +166,8 @@ class Complete:
 
 Effect: TypeAlias = AskReachability | StrikeOff | EndPass | Complete
 
+_COMPLETE: Sequence[Effect] = (Complete(),)
+
 
 class PassControl:
     """The initiator's view of the whole pass."""
@@ -179,7 +184,7 @@ class PassControl:
 
     def credit_returned(
         self, credit: Credit, reports: Mapping[int, tuple[int, Standing]]
-    ) -> list[Effect]:
+    ) -> Sequence[Effect]:
         """Credit came home from a worker, or from the initiator's own share."""
         if self.state is not PassState.RUNNING:
             return []
@@ -187,8 +192,11 @@ class PassControl:
         merge_reports(self._reports, reports)
         if self._home < 1:
             return []
-        if not any(standing is Standing.WAITING for _, standing in self._reports.values()):
+        standings = [standing for _, standing in self._reports.values()]
+        if Standing.WAITING not in standings:
             self.state = PassState.COMPLETE
+            if Standing.OPEN not in standings and not self._ever_asked:
+                return _COMPLETE
             return [*self._ends(), Complete()]
         self.state = PassState.RESOLVING
         self.resolutions += 1

@@ -53,6 +53,23 @@ def unpack_reports(packed: PackedReports) -> Reports:
 class LivePass:
     """One pass on one worker."""
 
+    __slots__ = (
+        "caller_thread",
+        "context",
+        "control",
+        "create_graph",
+        "error",
+        "id",
+        "initiator",
+        "interruption",
+        "is_driven_by_caller",
+        "is_kept",
+        "is_over",
+        "local",
+        "retain_graph",
+        "share",
+    )
+
     def __init__(
         self,
         pass_id: int,
@@ -83,9 +100,10 @@ class LivePass:
 
     @property
     def standing(self) -> Standing:
-        if self.local.is_waiting:
+        local = self.local
+        if local.is_waiting:
             return Standing.WAITING
-        return Standing.CLOSED if self.local.is_closed and not self.is_kept else Standing.OPEN
+        return Standing.CLOSED if local.is_closed and not self.is_kept else Standing.OPEN
 
     def finish(self, error: BaseException | None) -> None:
         """The pass is over, at its initiator: `backward` returns, or raises this."""
@@ -114,9 +132,10 @@ class Arrival(NamedTuple):
 
 def check_roots(context_id: Any, roots: Any) -> None:
     """Raises what upstream raises for roots that cannot be differentiated."""
-    is_sequence = isinstance(roots, (list, tuple)) and all(
-        isinstance(root, torch.Tensor) for root in roots
-    )
+    is_sequence = isinstance(roots, (list, tuple))
+    if is_sequence:
+        for root in roots:
+            is_sequence = is_sequence and isinstance(root, torch.Tensor)
     if not isinstance(context_id, int) or not is_sequence:
         raise TypeError(
             "backward(): incompatible function arguments: expected (context_id: int, "
@@ -126,13 +145,12 @@ def check_roots(context_id: Any, roots: Any) -> None:
     if not roots:
         raise BackwardError("No tensors provided for gradient computation.")
     for number, root in enumerate(roots):
-        name = f"root {number}"
         if not root.requires_grad:
-            raise BackwardError(f"requires_grad not set on {name}")
+            raise BackwardError(f"requires_grad not set on root {number}")
         if root.numel() != 1:
             raise BackwardError(
-                f"{name} is not a scalar, all roots need to be scalar: it has the shape "
+                f"root {number} is not a scalar, all roots need to be scalar: it has the shape "
                 f"{tuple(root.shape)}"
             )
         if root.grad_fn is None:
-            raise BackwardError(f"{name} does not have a valid gradient function.")
+            raise BackwardError(f"root {number} does not have a valid gradient function.")

@@ -31,17 +31,18 @@ _PIECE = struct.Struct("<BI")
 
 
 class Interruption:
-    """Lets another thread end a wait on a descriptor."""
+    """Lets another thread end a wait on a descriptor. Costs nothing until somebody really waits."""
 
     def __init__(self) -> None:
-        self._descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._lock = threading.Lock()  # a closed descriptor's number may be somebody else's
-        self._is_closed = False
+        self._lock = threading.Lock()  # guards what follows: a closed descriptor's number may be
+        self._descriptor = -1  # somebody else's
+        self._is_interrupted = False
         self._pollers: dict[int, select.poll] = {}  # a pass mostly waits on the same few lanes
 
     def interrupt(self) -> None:
         with self._lock:
-            if not self._is_closed:
+            self._is_interrupted = True
+            if self._descriptor >= 0:
                 os.eventfd_write(self._descriptor, 1)
 
     def wait_for(self, descriptor: int) -> bool:
@@ -50,13 +51,19 @@ class Interruption:
         if poller is None:
             poller = self._pollers[descriptor] = select.poll()
             poller.register(descriptor, select.POLLIN)
+            with self._lock:
+                if self._descriptor < 0:
+                    self._descriptor = os.eventfd(
+                        int(self._is_interrupted), os.EFD_NONBLOCK | os.EFD_CLOEXEC
+                    )
             poller.register(self._descriptor, select.POLLIN)
         return any(ready == descriptor for ready, _ in poller.poll())
 
     def close(self) -> None:
         with self._lock:
-            self._is_closed = True
-            os.close(self._descriptor)
+            if self._descriptor >= 0:
+                os.close(self._descriptor)
+                self._descriptor = -1
 
 
 class Conversation:
