@@ -11,6 +11,7 @@ import torch
 
 from telegrad import rpc
 from telegrad.errors import NotInitialized, RpcTimeout, SerializationError, TelegradError
+from telegrad.rpc.current import current
 from telegrad.testing.cluster import cluster
 
 
@@ -341,6 +342,35 @@ def test_many_threads_may_call_at_once():
     for thread in threads:
         thread.join()
     assert all(int(results[i][j]) == i + j for i in range(8) for j in range(20))
+
+
+def test_lanes_that_nobody_needs_any_more_are_closed():
+    peer = current().agent.network.peer(1)
+    gate = threading.Barrier(6)
+
+    def call():
+        gate.wait()
+        rpc.rpc_sync("worker1", sleep, (0.05,))
+
+    def lanes():
+        return len(peer._idle)
+
+    threads = [threading.Thread(target=call) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    many = lanes()
+    assert many > 2
+    now = time.monotonic()
+    peer.trim(now + 31)  # all of them were in use
+    assert lanes() == many
+    rpc.rpc_sync("worker1", add, (1, 1))
+    peer.trim(now + 50)  # too early to tell
+    assert lanes() == many
+    peer.trim(now + 62)
+    assert lanes() == 2
+    assert rpc.rpc_sync("worker1", add, (1, 1)) == 2
 
 
 def test_all_gather_and_barrier_bring_workers_together():

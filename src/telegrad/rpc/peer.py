@@ -51,6 +51,8 @@ __all__ = ["Peer"]
 # serves both does not have to be told a new one each time.
 _POST_SECONDS = 60.0
 _MOST_POSTED = 32  # lanes with a receipt outstanding; beyond it posts share the multiplex
+_IDLE_SECONDS = 30.0  # after which a lane that nobody needed is closed
+_KEPT_LANES = 2
 _RECEIPT_SECONDS = 60.0  # without its receipt for so long, a lane is closed
 
 
@@ -89,6 +91,8 @@ class Peer:
         self._new_multiplex = new_multiplex
         self._on_lost = on_lost
         self._idle: list[Connection] = []  # append and pop are atomic: no lock on the way of a call
+        self._used_lanes: set[Connection] = set()  # since they were last trimmed
+        self._lanes_trimmed_at = time.monotonic()
         self._posted: collections.deque[_Posted] = collections.deque()
         self._numbers = itertools.count(1)
         self._connections: set[Connection] = set()  # every open one, so that a loss can end them
@@ -245,6 +249,7 @@ class Peer:
         """Calls take the lane that was put back last: its thread is still awake at the other end.
         One that has not been used for a while goes behind the others."""
         if lane in self._connections:
+            self._used_lanes.add(lane)
             if is_cold:
                 self._idle.insert(0, lane)
             else:
@@ -420,8 +425,23 @@ class Peer:
     def trim(self, now: float) -> None:
         """Lets go of what has not been used for a while."""
         self._settle_all(now)
+        self._trim_lanes(now)
         if self.memory is not None:
             self.memory.trim(now)
+
+    def _trim_lanes(self, now: float) -> None:
+        """Closes lanes that many threads needed once: each of them is a thread at the peer."""
+        if now - self._lanes_trimmed_at < _IDLE_SECONDS:
+            return
+        unused = [lane for lane in self._idle if lane not in self._used_lanes]
+        for lane in unused[: max(0, len(self._idle) - _KEPT_LANES)]:
+            try:
+                self._idle.remove(lane)
+            except ValueError:
+                continue  # somebody has just taken it
+            self._discard(lane)
+        self._used_lanes.clear()
+        self._lanes_trimmed_at = now
 
     def ping(self) -> None:
         """Asks for a sign of life. May block on a full socket: not for the clock's thread."""
