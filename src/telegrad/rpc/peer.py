@@ -91,6 +91,7 @@ class Peer:
         self._new_multiplex = new_multiplex
         self._on_lost = on_lost
         self._idle: list[Connection] = []  # append and pop are atomic: no lock on the way of a call
+        self._is_closed = False
         self._used_lanes: set[Connection] = set()  # since they were last trimmed
         self._lanes_trimmed_at = time.monotonic()
         self._posted: collections.deque[_Posted] = collections.deque()
@@ -338,6 +339,8 @@ class Peer:
             connection.share_memory(self.memory)
         with self._connections_lock:
             self._connections.add(connection)
+        if self._is_closed:
+            connection.interrupt()  # too late: nobody else would end it any more
 
     def remove(self, connection: Connection) -> None:
         with self._connections_lock:
@@ -458,6 +461,7 @@ class Peer:
 
     def close(self, *, goodbye: bool) -> None:
         """Ends all connections; the peer is told that this is no accident."""
+        self._is_closed = True
         if goodbye:
             for multiplex in self._multiplexes:
                 if not multiplex.is_closed:
