@@ -22,9 +22,11 @@ LAYERS = [
     {"autograd"},
     {"optim", "nn"},
     {"compat"},
-    {"launch", "cli"},
+    {"launch"},
     {"observe"},
     {"testing"},
+    {"bench", "doctor"},
+    {"cli"},
 ]
 """Section 2 of the design, from the bottom up: imports point to the same layer or to one before."""
 
@@ -119,6 +121,7 @@ def test_the_public_errors_are_these_and_all_are_runtime_errors():
         "AuthenticationError",
         "BackwardError",
         "ContextError",
+        "LaunchError",
         "NotInitialized",
         "ProtocolError",
         "RRefError",
