@@ -70,8 +70,19 @@ def test_imports_point_upward_only(path):
             assert imported == part or LEVEL[part] > LEVEL[imported], f"{path}:{line}: {name}"
 
 
+def test_the_command_line_does_not_load_the_yardstick():
+    for module in sorted((SOURCE / "cli").glob("*.py")):
+        tree = ast.parse(module.read_text(encoding="utf-8"))
+        for node in tree.body:  # at the top: a command may import it when it runs
+            names = [alias.name for alias in getattr(node, "names", [])]
+            assert not getattr(node, "module", "").startswith("telegrad.bench"), module
+            assert not any(name.startswith("telegrad.bench") for name in names), module
+
+
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_torchs_own_rpc_is_never_imported(path):
+    if part_of(path) == "bench":
+        return  # it is the yardstick there
     for line, name in imports(path):
         for upstream in ("torch.distributed.rpc", "torch.distributed.autograd"):
             assert not name.startswith(upstream), f"{path}:{line} imports {name}"

@@ -9,13 +9,13 @@ import sys
 from collections.abc import Sequence
 
 import telegrad
-from telegrad.cli import run
+from telegrad.cli import bench, run
 from telegrad.cli.command import MISUSED
 from telegrad.errors import TelegradError
 
 __all__ = ["main"]
 
-COMMANDS = {command.name: command for command in (run.COMMAND,)}
+COMMANDS = {command.name: command for command in (run.COMMAND, bench.COMMAND)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
