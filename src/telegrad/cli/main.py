@@ -9,13 +9,13 @@ import sys
 from collections.abc import Sequence
 
 import telegrad
-from telegrad.cli import bench, run
+from telegrad.cli import bench, doctor, run
 from telegrad.cli.command import MISUSED
 from telegrad.errors import TelegradError
 
 __all__ = ["main"]
 
-COMMANDS = {command.name: command for command in (run.COMMAND, bench.COMMAND)}
+COMMANDS = {command.name: command for command in (run.COMMAND, doctor.COMMAND, bench.COMMAND)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,6 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return MISUSED
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    except BrokenPipeError:  # whoever read our output has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
 
 
 def _help() -> str:
