@@ -20,7 +20,7 @@ conformance: $(INSTALLED)
 	$(BIN)/python -m conformance $(SUITES)
 
 bench: $(INSTALLED)
-	$(BIN)/python -m bench $(BENCHES)
+	$(BIN)/telegrad bench $(BENCHES)
 
 # torch is installed first, by itself and pinned: a resolver that may choose takes a build with
 # gigabytes of CUDA libraries.

@@ -22,9 +22,11 @@ LAYERS = [
     {"autograd"},
     {"optim", "nn"},
     {"compat"},
-    {"launch", "cli"},
+    {"launch"},
     {"observe"},
     {"testing"},
+    {"bench", "doctor"},
+    {"cli"},
 ]
 """Section 2 of the design, from the bottom up: imports point to the same layer or to one before."""
 
@@ -68,8 +70,19 @@ def test_imports_point_upward_only(path):
             assert imported == part or LEVEL[part] > LEVEL[imported], f"{path}:{line}: {name}"
 
 
+def test_the_command_line_does_not_load_the_yardstick():
+    for module in sorted((SOURCE / "cli").glob("*.py")):
+        tree = ast.parse(module.read_text(encoding="utf-8"))
+        for node in tree.body:  # at the top: a command may import it when it runs
+            names = [alias.name for alias in getattr(node, "names", [])]
+            assert not getattr(node, "module", "").startswith("telegrad.bench"), module
+            assert not any(name.startswith("telegrad.bench") for name in names), module
+
+
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_torchs_own_rpc_is_never_imported(path):
+    if part_of(path) == "bench":
+        return  # it is the yardstick there
     for line, name in imports(path):
         for upstream in ("torch.distributed.rpc", "torch.distributed.autograd"):
             assert not name.startswith(upstream), f"{path}:{line} imports {name}"
@@ -119,6 +132,7 @@ def test_the_public_errors_are_these_and_all_are_runtime_errors():
         "AuthenticationError",
         "BackwardError",
         "ContextError",
+        "LaunchError",
         "NotInitialized",
         "ProtocolError",
         "RRefError",

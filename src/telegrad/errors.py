@@ -13,7 +13,8 @@
         ├── SerializationError     a value could not be packed or unpacked
         ├── AuthenticationError    the other end did not prove the cluster's secret
         ├── ProtocolError          the other end broke the rules of the wire
-        └── NotInitialized         no agent runs in this process
+        ├── NotInitialized         no agent runs in this process
+        └── LaunchError            workers could not be started
 
 All of them are `RuntimeError`, because programs written for torch's RPC catch that. The facts are
 fields; the text is made from them, so that a program never has to parse a message.
@@ -25,6 +26,7 @@ __all__ = [
     "AuthenticationError",
     "BackwardError",
     "ContextError",
+    "LaunchError",
     "NotInitialized",
     "ProtocolError",
     "RRefError",
@@ -111,3 +113,7 @@ class ProtocolError(TelegradError):
 
 class NotInitialized(TelegradError):
     """No agent runs in this process: `init_rpc` was not called, or `shutdown` was."""
+
+
+class LaunchError(TelegradError):
+    """Workers could not be started: there is no such program, or no port or process for them."""

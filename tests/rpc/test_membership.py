@@ -14,6 +14,7 @@ import time
 import pytest
 import torch
 
+from namespaces import two_hosts
 from telegrad import rpc
 from telegrad.errors import TelegradError, WorkerLost
 from telegrad.rpc import current
@@ -311,33 +312,10 @@ def test_an_open_group_names_what_its_environment_lacks(monkeypatch):
 # -- two hosts
 
 
-@pytest.fixture
-def two_hosts():
-    """Two network namespaces with a cable between them: as good as two hosts."""
-    if os.geteuid() != 0:
-        pytest.skip("needs root")
-    tag = f"tg{os.getpid() % 10000}"
-    a, b = f"{tag}a", f"{tag}b"
-
-    def run(*command):
-        subprocess.run(command, check=True, capture_output=True)
-
-    try:
-        run("ip", "netns", "add", a)
-        run("ip", "netns", "add", b)
-        run("ip", "link", "add", a, "netns", a, "type", "veth", "peer", "name", b, "netns", b)
-        for space, address in ((a, "10.99.7.1/24"), (b, "10.99.7.2/24")):
-            run("ip", "-n", space, "addr", "add", address, "dev", space)
-            run("ip", "-n", space, "link", "set", space, "up")
-            run("ip", "-n", space, "link", "set", "lo", "up")
-    except (OSError, subprocess.CalledProcessError) as error:
-        for space in (a, b):
-            with contextlib.suppress(OSError):
-                subprocess.run(("ip", "netns", "del", space), capture_output=True, check=False)
-        pytest.skip(f"network namespaces cannot be made here: {error}")
-    yield a, b
-    for space in (a, b):
-        run("ip", "netns", "del", space)
+@pytest.fixture(name="two_hosts")
+def fixture_two_hosts():
+    with two_hosts() as names:
+        yield names
 
 
 PROGRAM = """

@@ -289,6 +289,10 @@ class Network:
             reason="no transport in common",
         )
 
+    def address_of(self, worker_id: int) -> str:
+        """Where connections to another worker go."""
+        return self._address_of(self.peer(worker_id))
+
     def answers(self, record: Record) -> bool:
         """Whether a worker is alive at the addresses of a record."""
         for address in record.addresses:

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from bench.calls import echo
-from bench.harness import SIDES, Result, join_group
+from telegrad.bench.calls import echo
+from telegrad.bench.harness import SIDES, Result, join_group
 
 _REPEATS = 3
 _ECHOES = 50

@@ -169,7 +169,7 @@ _op: Op | None = None
 
 def _prepare(name: str, side: str) -> None:
     global _op
-    from bench.cases import all_cases
+    from telegrad.bench.cases import all_cases
 
     (case,) = [case for case in all_cases() if case.name == name]
     _op = case.prepare(SIDES[side])
@@ -182,7 +182,7 @@ def _time() -> float:
     assert _op is not None
     for _ in range(2):
         _op()  # awake again after the pause
-    runs = []
+    runs: list[float] = []
     end = time.perf_counter() + SECONDS_A_ROUND
     while len(runs) < 3 or time.perf_counter() < end:
         begun = time.perf_counter()

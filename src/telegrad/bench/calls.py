@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from bench.harness import Case, Op, Side
+from telegrad.bench.harness import Case, Op, Side
 
 A, B = torch.ones(4), torch.ones(4)
 THREAD_CALLS = 50

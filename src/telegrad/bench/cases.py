@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bench import calls, passes
-from bench.harness import Case
+from telegrad.bench import calls, passes
+from telegrad.bench.harness import Case
 
 __all__ = ["all_cases"]
 

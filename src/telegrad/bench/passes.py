@@ -8,7 +8,7 @@ from functools import cache
 import torch
 from torch import nn
 
-from bench.harness import SIDES, Case, Op, Result, Side, median_of
+from telegrad.bench.harness import SIDES, Case, Op, Result, Side, median_of
 
 TINY = torch.ones(4, requires_grad=True)
 
@@ -119,7 +119,8 @@ def trainers(side: Side) -> Op:
         others = [
             side.rpc.rpc_async(f"worker{rank}", train, args=(side.name, 20)) for rank in (2, 3)
         ]
-        return max(train(side.name, 20), *torch.futures.wait_all(others))
+        taken: list[float] = torch.futures.wait_all(others)
+        return max(train(side.name, 20), *taken)
 
     return run
 
@@ -160,7 +161,7 @@ def local_graph(nodes: int) -> Result:
     def plain() -> float:
         loss = build(TINY * 2)
         begun = time.perf_counter()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         return time.perf_counter() - begun
 
     def distributed() -> float:

@@ -1,0 +1,53 @@
+"""Runs the cases that are wanted, and gives each result when it is there."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from telegrad.bench import passes, processes
+from telegrad.bench.cases import all_cases
+from telegrad.bench.harness import Case, Result, arenas, measure
+
+__all__ = ["names", "run"]
+
+_PROCESSES = "start shutdown idle memory"  # measured together
+_LOCAL_GRAPH = "local graph"
+
+
+def names() -> list[str]:
+    """What words are looked for in."""
+    return [_PROCESSES, *(case.name for case in all_cases()), _LOCAL_GRAPH]
+
+
+def run(words: Sequence[str] = ()) -> Iterator[Result]:
+    """
+    Args:
+        words: runs the cases whose names hold one of them; all if there are none.
+    """
+    warnings.simplefilter("ignore")  # torch's own, about its own
+
+    def wanted(name: str) -> bool:
+        return not words or any(word in name for word in words)
+
+    if wanted(_PROCESSES):
+        yield from processes.run()  # first: they fork, so nothing else may run yet
+    torch.set_num_threads(1)
+    for size, cases in _by_size([case for case in all_cases() if wanted(case.name)]).items():
+        with arenas(size) as sides:
+            for case in cases:
+                yield measure(case, sides)
+    if wanted(_LOCAL_GRAPH):
+        with arenas(2, ("telegrad",)) as sides:
+            sides["telegrad"].resume()
+            for nodes in (1000, 10000):
+                yield sides["telegrad"].ask(passes.local_graph, nodes)
+
+
+def _by_size(cases: list[Case]) -> dict[int, list[Case]]:
+    found: dict[int, list[Case]] = {}
+    for case in cases:
+        found.setdefault(case.workers, []).append(case)
+    return found

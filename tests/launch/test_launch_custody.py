@@ -1,0 +1,167 @@
+"""Signals and kills: whatever happens to the launcher, nothing is left behind. Real processes."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import signal
+import textwrap
+
+import pytest
+from launching import is_alive, telegrad, until
+
+FAMILY = r"""
+    import os, signal, subprocess, sys
+
+    CHILD = r"import os, signal; os.write(1, b'pid %d\n' % os.getpid()); signal.pause()"
+    subprocess.Popen([sys.executable, "-c", CHILD])
+    subprocess.Popen([sys.executable, "-c", CHILD], start_new_session=True)  # away from the group
+    {prepare}
+    os.write(1, b"pid %d\n" % os.getpid())  # in one piece: the stream is shared with the children
+    while True:
+        signal.pause()
+"""
+STUBBORN = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+
+
+@pytest.fixture
+def family(tmp_path):
+    def write(prepare=""):
+        (tmp_path / "script.py").write_text(textwrap.dedent(FAMILY).format(prepare=prepare))
+        return tmp_path
+
+    return write
+
+
+def processes_of(launched, count):
+    """All processes, when that many have told their pids."""
+    until(lambda: len(found(launched)) == count, "the workers' start")
+    return found(launched)
+
+
+def found(launched):
+    return {int(pid) for pid in re.findall(rb"pid (\d+)\r?\n", launched.out)}
+
+
+def all_gone(pids):
+    until(lambda: not any(is_alive(pid) for pid in pids), "the end of all processes")
+
+
+def keeper_of(launched):
+    pid = launched.process.pid
+    return int(pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text())
+
+
+@pytest.mark.parametrize("prepare", ["", STUBBORN], ids=["obedient", "stubborn"])
+def test_a_killed_launcher_leaves_nothing(family, prepare):
+    where = family(prepare)
+    with telegrad("run", "-n", "2", "--grace", "0.2", "script.py", cwd=where) as launched:
+        pids = processes_of(launched, 6)
+        os.kill(launched.process.pid, signal.SIGKILL)
+        assert launched.end() == -signal.SIGKILL
+        all_gone(pids)
+
+
+def test_a_killed_keeper_leaves_nothing(family):
+    with telegrad("run", "-n", "2", "script.py", cwd=family()) as launched:
+        pids = processes_of(launched, 6)
+        os.kill(keeper_of(launched), signal.SIGKILL)
+        assert launched.end() == 137
+        assert not any(is_alive(pid) for pid in pids)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
+def test_signals_are_passed_on(tmp_path, number):
+    (tmp_path / "script.py").write_text(
+        textwrap.dedent(f"""
+        import signal, sys
+
+        def note(number, _):
+            print("got", number, flush=True)
+            sys.exit(0)
+
+        signal.signal({int(number)}, note)
+        print("up", flush=True)
+        while True:
+            signal.pause()
+    """)
+    )
+    with telegrad("run", "-n", "2", "script.py", cwd=tmp_path) as launched:
+        launched.expect(b"up", times=2)
+        os.kill(launched.process.pid, number)
+        assert launched.end() == 128 + number
+        assert launched.out.count(b"got %d\n" % number) == 2
+        assert launched.err.endswith(b"telegrad: ended by %s\n" % number.name.encode())
+
+
+def test_ctrl_c_at_a_terminal_ends_all(family):
+    where = family("signal.signal(signal.SIGINT, signal.default_int_handler)")
+    with telegrad("run", "-n", "2", "script.py", cwd=where, terminal=True) as launched:
+        pids = processes_of(launched, 6)
+        launched.type(b"\x03")
+        assert launched.end() == 130
+        assert not any(is_alive(pid) for pid in pids)
+        assert launched.out.count(b"KeyboardInterrupt") >= 2
+
+
+def test_a_second_ctrl_c_kills_at_once(family):
+    where = family("signal.signal(signal.SIGINT, lambda *_: print('not yet', flush=True))")
+    arguments = ("run", "-n", "2", "--grace", "1000", "script.py")
+    with telegrad(*arguments, cwd=where, terminal=True) as launched:
+        pids = processes_of(launched, 6)
+        launched.type(b"\x03")
+        launched.expect(b"not yet", times=2)
+        launched.type(b"\x03")
+        assert launched.end() == 130
+        assert not any(is_alive(pid) for pid in pids)
+
+
+def test_workers_that_are_done_leave_nothing_either(tmp_path):
+    """Children that outlive their worker get a moment, then are ended; the run was a success."""
+    (tmp_path / "script.py").write_text(
+        textwrap.dedent(r"""
+        import subprocess, sys
+        CHILD = r"import os, signal; os.write(1, b'pid %d\n' % os.getpid()); signal.pause()"
+        child = subprocess.Popen([sys.executable, "-c", CHILD], start_new_session=True)
+    """)
+    )
+    with telegrad("run", "script.py", cwd=tmp_path) as launched:
+        (child,) = processes_of(launched, 1)
+        assert launched.end() == 0
+        assert not is_alive(child)
+
+
+def test_what_a_dead_worker_has_left_is_ended_with_the_others(family):
+    where = family("if os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)")
+    with telegrad("run", "-n", "2", "--grace", "5", "script.py", cwd=where) as launched:
+        assert launched.end() == 137
+        assert not any(is_alive(pid) for pid in found(launched))
+
+
+def test_a_reader_that_does_not_read_cannot_keep_the_workers_alive(tmp_path):
+    """The keeper is stuck in writing then; a second Ctrl-C does not need it."""
+    (tmp_path / "script.py").write_text(
+        "import os\n"
+        "with open('pid', 'w') as file: file.write(str(os.getpid()))\n"
+        "os.rename('pid', 'whole')\n"
+        "while True: print('y' * 10000)\n"
+    )
+    reader, writer = os.pipe()
+    process = os.fork()
+    if process == 0:
+        os.dup2(writer, 1)
+        os.dup2(writer, 2)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.chdir(tmp_path)
+        from telegrad.cli import main
+
+        os._exit(main(["run", "script.py"]))
+    os.close(writer)
+    until((tmp_path / "whole").exists)
+    worker = int((tmp_path / "whole").read_text())
+    os.kill(process, signal.SIGINT)
+    while os.waitpid(process, os.WNOHANG) == (0, 0):
+        os.kill(process, signal.SIGINT)
+    os.close(reader)
+    assert not is_alive(worker)
