@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from telegrad.autograd.context import CarriedContext, thread_context
+from telegrad.compat.torchscript.interruptions import raise_noted
 from telegrad.rpc.seams import NO_CONTEXT
 
 __all__ = ["carrying"]
@@ -21,9 +22,13 @@ def carrying(original: Callable[..., Any]) -> Callable[..., Any]:
     """The `__call__` of script functions or methods, with the context of the thread."""
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if thread_context() == NO_CONTEXT:
-            return original(self, *args, **kwargs)
-        with CarriedContext():
-            return original(self, *args, **kwargs)
+        try:
+            if thread_context() == NO_CONTEXT:
+                return original(self, *args, **kwargs)
+            with CarriedContext():
+                return original(self, *args, **kwargs)
+        except RuntimeError:
+            raise_noted()
+            raise
 
     return __call__

@@ -16,8 +16,9 @@ from torch._C._autograd import _profiler_enabled
 from telegrad import autograd, rpc
 from telegrad.compat.torchscript import references
 from telegrad.compat.torchscript.arguments import check_arguments
+from telegrad.compat.torchscript.interruptions import noted
 from telegrad.compat.torchscript.kinds import kind_named, kind_of
-from telegrad.compat.torchscript.scripted import Target, function_named, target
+from telegrad.compat.torchscript.scripted import function_named, target
 from telegrad.compat.torchscript.torch_jit import library as torch_library
 from telegrad.errors import TelegradError
 
@@ -56,7 +57,7 @@ def define() -> None:
         (
             "dist_backward(int context_id, Tensor[] roots, bool retain_graph=False, *, "
             "bool create_graph=False) -> ()",
-            autograd.backward,
+            noted(autograd.backward),
         ),
     ):
         library.define(schema, alias_analysis="CONSERVATIVE")
@@ -72,45 +73,65 @@ def _destination(dst: Any) -> Any:
     return dst
 
 
-def _prepared(function: str, args: Any, kwargs: Any) -> tuple[Target, Any]:
-    """What to call on the other worker, and the type of its result."""
-    schema = function_named(function).schema
+class _Callee:
+    """What is known of a function that scripts call.
+
+    Attributes:
+        target: what to call on the other worker.
+        result: the kind of what it returns.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.schema = function_named(name).schema
+        self.target = target(name)
+        self.result = kind_of(self.schema.returns[0].type)
+
+
+_callees: dict[str, _Callee] = {}
+
+
+def _callee(function: str, args: Any, kwargs: Any) -> _Callee:
+    callee = _callees.get(function)
+    if callee is None:
+        callee = _callees[function] = _Callee(function)
     if kwargs:  # the rest was checked by the compiler
-        check_arguments(schema, args, kwargs)
-    return target(function), schema.returns[0].type
+        check_arguments(callee.schema, args, kwargs)
+    return callee
 
 
 def _rpc_async(dst: Any, function: str, args: Any, kwargs: Any, timeout: float) -> Any:
-    callee, type_ = _prepared(function, args, kwargs)
+    callee = _callee(function, args, kwargs)
     if _profiler_enabled():
-        return _profiled(dst, callee, type_, args, kwargs, timeout)
-    future = rpc.rpc_async(dst, callee, args, kwargs, timeout)
-    return kind_of(type_).future_of_call(future)
+        return _profiled(dst, callee, args, kwargs, timeout)
+    future = rpc.rpc_async(dst, callee.target, args, kwargs, timeout)
+    return callee.result.future_of_call(future)
 
 
-def _profiled(dst: Any, callee: Target, type_: Any, args: Any, kwargs: Any, timeout: float) -> Any:
+def _profiled(dst: Any, callee: _Callee, args: Any, kwargs: Any, timeout: float) -> Any:
     """The call as an event that ends with it, under torch's name for it."""
     from telegrad.compat.rpc.internal import RPCExecMode, _build_rpc_profiling_key
 
-    here, there = rpc.get_worker_info().name, _name_of(dst)
-    key = _build_rpc_profiling_key(RPCExecMode.ASYNC_JIT, callee.__qualname__, here, there)
+    name, here, there = callee.target.__qualname__, rpc.get_worker_info().name, _name_of(dst)
+    key = _build_rpc_profiling_key(RPCExecMode.ASYNC_JIT, name, here, there)
     with torch.autograd.profiler.record_function(key) as record:
-        future = kind_of(type_).future_of_call(rpc.rpc_async(dst, callee, args, kwargs, timeout))
-        return record._call_end_callbacks_on_future(future)
+        future = rpc.rpc_async(dst, callee.target, args, kwargs, timeout)
+        return record._call_end_callbacks_on_future(callee.result.future_of_call(future))
 
 
 def _name_of(dst: Any) -> str:
     return dst.name if isinstance(dst, rpc.WorkerInfo) else rpc.get_worker_info(dst).name
 
 
+@noted
 def _rpc_sync(dst: Any, function: str, args: Any, kwargs: Any, timeout: float) -> Any:
-    callee, type_ = _prepared(function, args, kwargs)
-    return kind_of(type_).box(rpc.rpc_sync(dst, callee, args, kwargs, timeout))
+    callee = _callee(function, args, kwargs)
+    return callee.result.box(rpc.rpc_sync(dst, callee.target, args, kwargs, timeout))
 
 
 def _rpc_remote(dst: Any, function: str, args: Any, kwargs: Any, timeout: float) -> Any:
-    callee, type_ = _prepared(function, args, kwargs)
-    return references.returned(rpc.remote(dst, callee, args, kwargs, timeout), type_)
+    callee = _callee(function, args, kwargs)
+    rref = rpc.remote(dst, callee.target, args, kwargs, timeout)
+    return references.returned(rref, callee.result)
 
 
 def _typed_future(future: Any, type: str) -> Any:
@@ -123,5 +144,6 @@ def _typed_future(future: Any, type: str) -> Any:
     return kind.future(future)
 
 
+@noted
 def _rref_value(rref: Any, type: str, timeout: float, is_local: bool) -> Any:
     return references.value_in_box(rref.value, type, timeout, is_local)

@@ -35,7 +35,6 @@ __all__ = [
     "dumps",
     "is_reference_type",
     "loads",
-    "reference_class",
     "reference_type",
     "returned",
     "type_of_value",
@@ -203,18 +202,13 @@ def reference_type(value_type: Any) -> Any:
     return _classes_of(kind_of(value_type))[0]
 
 
-def reference_class(value_type: Any) -> type[_Returned]:
-    """The Python class of the same."""
-    return _classes_of(kind_of(value_type))[1]
-
-
 def is_reference_type(type_: Any) -> bool:
     return type_.kind() == "ClassType" and type_.qualified_name() in _reference_names
 
 
-def returned(rref: RRef[Any], value_type: Any) -> RRef[Any]:
+def returned(rref: RRef[Any], kind: Kind) -> RRef[Any]:
     """The reference as one that TorchScript knows the type of."""
-    return reference_class(value_type)(rref._original if isinstance(rref, _Returned) else rref)
+    return _classes_of(kind)[1](rref._original if isinstance(rref, _Returned) else rref)
 
 
 # -- values
