@@ -2,13 +2,14 @@
 
 `telegrad.rpc` calls functions on other workers, `telegrad.autograd` runs one backward pass through
 all of them. This module only puts the two together: each worker that `init_rpc` starts gets an
-autograd engine, which records its calls.
+autograd engine, which records its calls. It also sees to it that both can be used in TorchScript.
 """
 
 from __future__ import annotations
 
 from telegrad import autograd, rpc
 from telegrad.autograd.attachment import attach
+from telegrad.compat.torchscript.watch import watch
 from telegrad.errors import TelegradError
 
 __all__ = ["TelegradError", "__version__", "autograd", "install", "rpc", "uninstall"]
@@ -16,6 +17,7 @@ __all__ = ["TelegradError", "__version__", "autograd", "install", "rpc", "uninst
 __version__ = "0.1.0"
 
 attach()
+watch()
 
 
 def install() -> None:

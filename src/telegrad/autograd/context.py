@@ -11,7 +11,7 @@ import torch
 
 from telegrad.autograd import leaves
 from telegrad.autograd.nodes import SendFunction
-from telegrad.autograd.thread_state import peek, stash
+from telegrad.autograd.thread_state import carry, drop, peek, stash
 from telegrad.rpc.seams import NO_CONTEXT
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from telegrad.autograd.waves import LeafGradient
 
 __all__ = [
+    "CarriedContext",
     "DistAutogradContext",
     "EnteredContext",
     "set_thread_context",
@@ -53,6 +54,20 @@ class EnteredContext:
 
     def __exit__(self, *error: object) -> None:
         set_thread_context(self._before)
+
+
+class CarriedContext:
+    """For a block, this thread's context follows work that torch hands to threads of its own. The
+    thread must have one."""
+
+    __slots__ = ("_is_carried",)
+
+    def __enter__(self) -> None:
+        self._is_carried = carry(_CURRENT_CONTEXT)
+
+    def __exit__(self, *error: object) -> None:
+        if self._is_carried:
+            drop(_CURRENT_CONTEXT)
 
 
 class DistAutogradContext:

@@ -7,6 +7,11 @@ thread takes a copy of it along, and letting go of the copy needs the interprete
 process group whose last owner is destroyed with that lock held waits for its threads, and they
 would wait for the lock: a process with DistributedDataParallel can stand still for good that way.
 
+A script function of TorchScript goes on, after a wait, on a thread of torch's. So its caller puts
+into torch's state what is to follow it there (`carry`), and takes it away when the call has
+returned: no other thread gets a copy than those that run the function. From then on torch's state,
+where there is one, is that of the thread.
+
 With torch's state there is one more trap. Torch lets go of the values when the thread ends. A
 thread that ends while the interpreter shuts down does not get the lock: Python ends the thread
 again, inside of torch's destructor, and the process aborts ("terminate called without an active
@@ -27,7 +32,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["peek", "stash", "wait_at_exit"]
+__all__ = ["carry", "drop", "peek", "stash", "wait_at_exit"]
 
 _PATIENCE = 1.0
 _MANY = 4096
@@ -44,10 +49,16 @@ def _has_device_threads() -> bool:
     return torch.accelerator.is_available()
 
 
+_is_anything_carried = False  # ever, in this process
+
+
 def stash(key: str, value: Any) -> None:
     """Sets a value of this thread, and of the device threads that torch runs its work on."""
     if not _has_device_threads():
-        _local.__dict__[key] = value
+        if _is_anything_carried and torch._C._is_key_in_tls(key):
+            torch._C._stash_obj_in_tls(key, value)
+        else:
+            _local.__dict__[key] = value
         return
     torch._C._stash_obj_in_tls(key, value)
     thread = threading.get_native_id()
@@ -56,9 +67,25 @@ def stash(key: str, value: Any) -> None:
 
 
 def peek(key: str, default: Any) -> Any:
-    if not _has_device_threads():
+    if not _has_device_threads() and not (_is_anything_carried and torch._C._is_key_in_tls(key)):
         return _local.__dict__.get(key, default)
     return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else default
+
+
+def carry(key: str) -> bool:
+    """Lets a value of this thread follow the work that torch hands to other threads from now on,
+    until `drop`. False if it does so anyway, and nothing is to be dropped."""
+    global _is_anything_carried
+    if _has_device_threads() or torch._C._is_key_in_tls(key):
+        return False
+    torch._C._stash_obj_in_tls(key, _local.__dict__[key])
+    _is_anything_carried = True
+    return True
+
+
+def drop(key: str) -> None:
+    """Ends what `carry` has begun on this thread."""
+    torch._C._remove_obj_from_tls(key)
 
 
 def _note(thread: int) -> None:

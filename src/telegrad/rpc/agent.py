@@ -614,6 +614,12 @@ def name_in(frame: Frame, offset: int) -> bytes:
 def checked_future(func: Callable[..., Any], value: Any) -> Future[Any]:
     if isinstance(value, torch._C.Future):  # what `then` returns is of torch's own base class
         return value  # type: ignore[return-value]
+    if isinstance(func._wrapped_async_rpc_function, torch.jit.ScriptFunction):  # type: ignore[attr-defined]
+        raise TelegradError(
+            "Async functions must return an IValue of Future type, but got "
+            f"{type(value).__name__}: {describe_function(func)} is decorated with "
+            "@rpc.functions.async_execution"
+        )
     raise TelegradError(
         "Functions decorated with @rpc.async_function must return a torch.futures.Future object, "
         f"but {describe_function(func)}, decorated with @rpc.functions.async_execution, returned "

@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
+
 __all__ = ["async_execution"]
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -28,5 +30,11 @@ def async_execution(fn: F) -> F:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         return fn(*args, **kwargs)
 
+    if isinstance(fn, torch.jit.ScriptFunction):
+        # Others find it by its name, which a script function does not tell in the usual way.
+        path = fn.qualified_name.removeprefix("__torch__.")
+        module, _, wrapper.__qualname__ = path.rpartition(".")
+        wrapper.__module__ = module or "__main__"
+        wrapper.__name__ = wrapper.__qualname__
     wrapper._wrapped_async_rpc_function = fn  # type: ignore[attr-defined]
     return wrapper  # type: ignore[return-value]

@@ -77,7 +77,7 @@ class RRef(Generic[T]):
                 "ScriptModule."
             )
         table = current_table()
-        self._bind(table, table.adopt(value))
+        self._bind(table, table.adopt(value, type_hint))
 
     @classmethod
     def _of(cls, table: RRefTable, record: OwnerEntry | UserRecord) -> RRef[Any]:

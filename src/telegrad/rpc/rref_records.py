@@ -67,10 +67,24 @@ class OwnerEntry:
     finds that it will never be run.
     """
 
-    __slots__ = ("_callbacks", "_error", "_lock", "_value", "creation", "creation_error", "rref_id")
+    __slots__ = (
+        "_callbacks",
+        "_error",
+        "_lock",
+        "_value",
+        "creation",
+        "creation_error",
+        "reader",
+        "rref_id",
+        "type_hint",
+    )
 
-    def __init__(self, rref_id: RRefId, value: Any = _PENDING) -> None:
+    def __init__(self, rref_id: RRefId, value: Any = _PENDING, type_hint: Any = None) -> None:
         self.rref_id = rref_id
+        self.type_hint = type_hint
+        """The interface of a TorchScript module, if its maker has told."""
+        self.reader: Callable[[], Any] | None = None
+        """Set when the value has gone to live in another form: gives it as it is now."""
         self.creation = Creation()
         self.creation_error: BaseException | None = None
         self._lock = threading.Lock()  # guards the three below
@@ -126,12 +140,12 @@ class OwnerEntry:
         """The value, once `is_done`; raises the error if there is one."""
         if self._error is not None:
             raise self._error
-        return self._value
+        return self._value if self.reader is None else self.reader()
 
     def value_to_send(self) -> Any:
         """Like `result`, for a value that is about to leave this worker."""
         value = self.result()
-        if isinstance(value, torch.jit.ScriptModule):
+        if self.type_hint is not None:
             raise RRefError(
                 f"RRef {text_of_id(self.rref_id)} is an RRef to a ScriptModule. It can't be sent "
                 "through RPC from owner, call its methods there: rref.rpc_sync().forward(...)"

@@ -168,10 +168,10 @@ class RRefTable:
 
     # --- Creation, at the creator ----------------------------------------------------------------
 
-    def adopt(self, value: Any) -> OwnerEntry:
+    def adopt(self, value: Any, type_hint: Any = None) -> OwnerEntry:
         """A value of this worker's own. The caller makes its one handle."""
         rref_id = RRefId(*self._new_id())
-        entry = OwnerEntry(rref_id, value)
+        entry = OwnerEntry(rref_id, value, type_hint)
         self._apply([ev.ValueMade(rref=rref_id)], entry=entry)
         return entry
 

@@ -233,8 +233,14 @@ def _get_debug_info() -> dict[str, Any]:
 
 
 def _enable_jit_rref_pickle() -> None:
-    """torch's C++ lets TorchScript pickle references from here on; not needed here."""
+    """From here on this thread may save TorchScript modules that hold references."""
+    from telegrad.compat.torchscript.references import allow_pickling
+
+    allow_pickling(True)
 
 
 def _disable_jit_rref_pickle() -> None:
     """The end of `_enable_jit_rref_pickle`."""
+    from telegrad.compat.torchscript.references import allow_pickling
+
+    allow_pickling(False)

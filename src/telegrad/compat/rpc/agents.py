@@ -147,6 +147,11 @@ def _is_current_rpc_agent_set() -> bool:
     return _foreign is not None or current.is_set()
 
 
+def find_face() -> TensorPipeAgent | None:
+    """The face of this process's worker; None if it was started by `telegrad.rpc.init_rpc`."""
+    return _faces.get(id(current.current()))
+
+
 def _get_current_rpc_agent() -> Any:
     if _foreign is not None:
         return _foreign

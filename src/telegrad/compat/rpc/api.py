@@ -43,6 +43,7 @@ from telegrad.compat.rpc.internal import (
     _run_pickled,
     builtin_name,
 )
+from telegrad.compat.torchscript.arguments import check_arguments
 from telegrad.errors import RRefError
 from telegrad.rpc import current
 from telegrad.rpc.api import _set_rpc_timeout, get_rpc_timeout
@@ -82,6 +83,8 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 PyRRef = RRef
+
+_SCRIPTED = (torch.jit.ScriptFunction, torch._C.ScriptMethod)
 
 _ignore_rref_leak = True
 _default_pickler: Any = _internal_rpc_pickler
@@ -152,6 +155,8 @@ def rpc_async(
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Future[Any]:
     """Runs `func` on worker `to` and returns a future: see `telegrad.rpc.rpc_async`."""
+    if isinstance(func, _SCRIPTED):
+        _check_scripted(func, args, kwargs)
     if profiling.is_wanted():
         future = profiling.call(RPCExecMode.ASYNC, to, func, args, kwargs, timeout)
     else:
@@ -173,11 +178,23 @@ def remote(
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> RRef[Any]:
     """Runs `func` on worker `to`, which keeps the result: see `telegrad.rpc.remote`."""
+    if isinstance(func, _SCRIPTED):
+        _check_scripted(func, args, kwargs)
     if profiling.is_wanted():
         return profiling.remote(to, func, args, kwargs, timeout)
     if _default_pickler is not _internal_rpc_pickler:
         func, args, kwargs = _packed(func, args, kwargs)
     return native.remote(to, func, args, kwargs, timeout)
+
+
+def _check_scripted(func: Any, args: Sequence[Any] | None, kwargs: dict[str, Any] | None) -> None:
+    """What torch's RPC refuses at once, of functions and methods of TorchScript."""
+    if isinstance(func, torch._C.ScriptMethod):
+        raise TypeError(
+            f"cannot pickle the TorchScript method {func.name!r}: call a function that takes the "
+            "module, or a method of a reference to it"
+        )
+    check_arguments(func.schema, args or (), kwargs or {})
 
 
 def _packed(

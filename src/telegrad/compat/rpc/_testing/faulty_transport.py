@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from telegrad.compat.rpc.internal import builtin_name
+from telegrad.compat.torchscript.scripted import Target
 from telegrad.rpc.remote import REMOTE_HEAD
 from telegrad.transport.base import Connection, ConnectionClosed, Listener, Transport
 from telegrad.wire.frames import Flags, Frame, Kind
@@ -36,7 +37,7 @@ _NAMES = {
 
 def call_kind(prefix: str, func: Any) -> str:
     """Torch has one kind of call for operators and TorchScript, and one for Python."""
-    is_script = isinstance(func, torch.jit.ScriptFunction)
+    is_script = isinstance(func, torch.jit.ScriptFunction | Target)
     if is_script or builtin_name(func) is not None:
         return f"SCRIPT_{prefix}"
     return f"PYTHON_{prefix}"

@@ -1,0 +1,80 @@
+"""The end of a process in which script functions wait for calls.
+
+When a worker is closed at exit, its open calls fail, and their futures wake script functions on
+threads that are torch's. Those threads need the interpreter lock, to convert what a future holds
+and to let Python objects go. A thread that asks for it while the interpreter shuts down is ended by
+Python inside of C++, which aborts the process. So the end waits for them: until what was settled is
+converted, and then until no thread is running any more. Each of the two takes a second at most; a
+process without script calls does not wait at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+__all__ = ["converted", "finish", "will_convert"]
+
+_PATIENCE = 1.0
+_QUIET_LOOKS = 3
+
+_lock = threading.Lock()  # guards the two counts
+_expected = 0
+_converted = 0
+
+
+def will_convert() -> None:
+    """A call was made whose result will be converted by one of torch's threads."""
+    global _expected
+    with _lock:
+        _expected += 1
+
+
+def converted(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`convert`, counted."""
+
+    def counted(value: Any) -> Any:
+        global _converted
+        with _lock:
+            _converted += 1
+        return convert(value)
+
+    return counted
+
+
+def _begin_anew() -> None:
+    """A forked process has none of its parent's calls."""
+    global _expected, _converted, _lock
+    _lock = threading.Lock()
+    _expected = _converted = 0
+
+
+os.register_at_fork(after_in_child=_begin_anew)
+
+
+def finish() -> None:
+    """Waits for torch's threads; the worker must have been closed."""
+    if not _expected:
+        return
+    give_up = time.monotonic() + _PATIENCE
+    while _converted < _expected and time.monotonic() < give_up:
+        time.sleep(0.0005)
+    give_up = time.monotonic() + _PATIENCE
+    quiet = 0
+    while quiet < _QUIET_LOOKS and time.monotonic() < give_up:
+        time.sleep(0.001)  # lets the interpreter lock go: who waits for it runs now
+        quiet = 0 if any(state == "R" for state in _other_threads()) else quiet + 1
+
+
+def _other_threads() -> Iterator[str]:
+    """The states of this process's other threads, as the system names them."""
+    me = str(threading.get_native_id())
+    for thread in os.listdir("/proc/self/task"):
+        if thread != me:
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                with open(f"/proc/self/task/{thread}/stat", encoding="utf-8") as file:
+                    yield file.read().rpartition(")")[2].split()[0]

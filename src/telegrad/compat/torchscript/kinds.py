@@ -1,0 +1,129 @@
+"""What TorchScript needs for the values of one type: made once per type, when it is asked for.
+
+A value that comes from Python must become one of the interpreter's, of exactly the static type of
+the place it goes to; to let torch guess from the value fails for an empty list, a None, an
+interface. A **box** does it: an object of a script class whose one attribute has the type. Setting
+the attribute converts the value, the operator returns the box, and the graph takes the attribute.
+It takes two microseconds.
+
+A **typed future** is made from one that Python completes: a forked script function waits for that
+and converts what it holds. The interpreter suspends it, so no thread is blocked. Python also keeps
+a failure as a plain value, which is raised here.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from telegrad.compat.torchscript import at_exit
+from telegrad.compat.torchscript.generated import Exactly, compiled, generating, module_of
+from telegrad.compat.torchscript.torch_jit import core
+
+__all__ = ["Kind", "kind_named", "kind_of"]
+
+_FUTURE = """
+@torch.jit.ignore
+def convert(value: Any) -> T:
+    return unpack(value)
+
+def wait_for(future: Future[Any]) -> T:
+    return convert(future.wait())
+
+def typed(future: Future[Any]) -> Future[T]:
+    return torch.jit.fork(wait_for, future)
+"""
+
+_BOX = """
+class Box:
+    def __init__(self, value: T):
+        self.value = value
+"""
+
+_kinds: dict[str, Kind] = {}
+_numbered: list[Kind] = []
+
+
+class Kind:
+    """All that is made for one type.
+
+    Attributes:
+        type: torch's object for it.
+        name: how it is written; the same for equal types.
+        number: counts the kinds.
+    """
+
+    def __init__(self, type_: Any, name: str, number: int) -> None:
+        self.type = type_
+        self.name = name
+        self.number = number
+
+    @functools.cached_property
+    def box_type(self) -> Any:
+        with generating:
+            return compiled(module_of(_BOX, T=Exactly(self.type)).Box)
+
+    def box(self, value: Any) -> Any:
+        """The value as one of TorchScript's, in a box.
+
+        Raises:
+            RuntimeError: it is of another type.
+        """
+        box = core._create_object_with_type(self.box_type)
+        try:
+            box.setattr("value", value)
+        except RuntimeError:
+            inferred = core._jit_try_infer_type(value)
+            if not isinstance(value, bool | int | float | complex) or not inferred.success():
+                raise
+            # A number where a tensor is declared: torch's RPC lets it pass, too.
+            return kind_of(inferred.type()).box(value)
+        return box
+
+    @functools.cached_property
+    def _typed(self) -> Any:
+        with generating:
+            return self._make_typed(unpack)
+
+    @functools.cached_property
+    def _typed_and_counted(self) -> Any:
+        with generating:
+            return self._make_typed(at_exit.converted(unpack))
+
+    def _make_typed(self, unpack: Any) -> Any:
+        module = module_of(_FUTURE, T=Exactly(self.type), unpack=unpack)
+        module.wait_for = compiled(module.wait_for)
+        return compiled(module.typed)
+
+    def future(self, future: Any) -> Any:
+        """A future of this type, which ends as the given one does."""
+        return self._typed(future)
+
+    def future_of_call(self, future: Any) -> Any:
+        """The same, for the future of a call: the process does not end before its conversion."""
+        at_exit.will_convert()
+        return self._typed_and_counted(future)
+
+
+def unpack(value: Any) -> Any:
+    """What a future that was completed from Python holds: the value, or the failure."""
+    if isinstance(value, BaseException):
+        raise value
+    return value
+
+
+def kind_of(type_: Any) -> Kind:
+    name = type_.annotation_str
+    kind = _kinds.get(name)
+    if kind is None:
+        with generating:
+            kind = _kinds.get(name)
+            if kind is None:
+                kind = _kinds[name] = Kind(type_, name, len(_numbered))
+                _numbered.append(kind)
+    return kind
+
+
+def kind_named(name: str) -> Kind | None:
+    """The kind of a type that was met before in this process."""
+    return _kinds.get(name)

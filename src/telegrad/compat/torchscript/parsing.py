@@ -1,0 +1,180 @@
+"""The syntax tree of a function that is about to be compiled: telegrad's part in it is marked.
+
+Only functions of modules that know telegrad are looked at, and in them only
+
+- calls of `rpc_async`, `rpc_sync` and `remote`: the called name becomes the mark of torch's
+  function of that name, which the compiler knows, and the destination is marked as telegrad's. The
+  result of `remote` goes through a marked function, which gives it the type that references have;
+- futures that come from Python, as an argument or from an ignored function: they go through a
+  marked function too. What they hold is a Python object, or a failure in the place of a value.
+
+A mark is a name of one character from Unicode's private use area. No program can write it, and no
+position in the source moves because of it.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from telegrad.compat.torchscript.generated import PREFIX, compiled
+from telegrad.compat.torchscript.marks import CALLS, DESTINATION, mark_of_entry, mark_of_reference
+from telegrad.compat.torchscript.torch_jit import fake_range, internal, jit_annotations
+
+__all__ = ["mark_calls"]
+
+_OURS = ("telegrad.rpc.api", "telegrad.compat.rpc.api")
+_MISSING: Any = object()
+
+
+def mark_calls(function: Any, tree: ast.Module) -> None:
+    """Marks telegrad's part in the tree of `function`, in place."""
+    if not _knows_telegrad(function):
+        return
+    (definition,) = tree.body
+    assert isinstance(definition, ast.FunctionDef)
+    marker = _Marker(function, definition)
+    definition.body = [marker.visit(statement) for statement in definition.body]
+    if not _is_declaration(definition):
+        definition.body[:0] = marker.entering_arguments()
+
+
+def _knows_telegrad(function: Any) -> bool:
+    if function.__module__.startswith(PREFIX):
+        return False  # written for the compiler as it is
+    if sys.modules.get("torch.distributed.rpc", _MISSING).__name__.startswith("telegrad."):
+        return True  # installed: everybody does
+    known = [*getattr(function, "__globals__", {}).values(), *_cells(function)]
+    return any(
+        _origin(value).partition(".")[0] == "telegrad"
+        for value in known
+        if isinstance(value, types.ModuleType | types.FunctionType | type)
+    )
+
+
+def _cells(function: Any) -> Iterator[Any]:
+    for cell in getattr(function, "__closure__", None) or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:
+            continue  # not bound yet
+
+
+def _origin(value: Any) -> str:
+    name = value.__name__ if isinstance(value, types.ModuleType) else value.__module__
+    return name if isinstance(name, str) else ""
+
+
+def _is_declaration(definition: ast.FunctionDef) -> bool:
+    """Whether it has no body: methods of an interface."""
+    return all(
+        isinstance(statement, ast.Pass)
+        or (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant))
+        for statement in definition.body
+    )
+
+
+class _Marker(ast.NodeTransformer):
+    def __init__(self, function: Any, definition: ast.FunctionDef) -> None:
+        self._function = function
+        self._definition = definition
+        self._resolve: Callable[[str], Any] = internal.createResolutionCallbackFromClosure(function)
+        self._local_names = {
+            argument.arg for argument in ast.walk(definition.args) if isinstance(argument, ast.arg)
+        }
+        self._local_names |= {
+            node.id
+            for node in ast.walk(definition)
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+        }
+
+    def visit_Call(self, call: ast.Call) -> ast.expr:
+        self.generic_visit(call)
+        function = self._named(call.func)
+        if function is _MISSING:
+            return call
+        role = _role_of(function)
+        if role is not None:
+            return self._marked_call(role, call)
+        entry = _returned_future(function)
+        return call if entry is None else _called(mark_of_entry(entry), call)
+
+    def _marked_call(self, role: str, call: ast.Call) -> ast.expr:
+        call.func = _name(CALLS[role], call.func)
+        if call.args:
+            call.args[0] = _called(DESTINATION, call.args[0])
+        if role != "remote" or len(call.args) < 2:
+            return call
+        type_ = _result_type(self._named(call.args[1]))
+        return call if type_ is None else _called(mark_of_reference(type_), call)
+
+    def _named(self, expression: ast.expr) -> Any:
+        """What a dotted name stands for outside of the function."""
+        base = expression
+        while isinstance(base, ast.Attribute):
+            base = base.value
+        if not isinstance(base, ast.Name) or base.id in self._local_names:
+            return _MISSING
+        found = self._resolve(ast.unparse(expression))
+        return _MISSING if found is None else found
+
+    def entering_arguments(self) -> Iterator[ast.stmt]:
+        """Statements that take futures among the arguments in."""
+        for argument in (*self._definition.args.args, *self._definition.args.kwonlyargs):
+            if argument.annotation is None:
+                continue
+            annotation = self._resolve(ast.unparse(argument.annotation))
+            type_ = _type_of(annotation)
+            if type_ is not None and type_.kind() == "FutureType":
+                entered = _called(
+                    mark_of_entry(type_.getElementType()), _name(argument.arg, argument)
+                )
+                target = ast.Name(argument.arg, ast.Store())
+                statement = ast.Assign([target], entered)
+                yield ast.fix_missing_locations(ast.copy_location(statement, argument))
+
+
+def _name(identifier: str, where: ast.AST) -> ast.Name:
+    return ast.copy_location(ast.Name(identifier, ast.Load()), where)
+
+
+def _called(mark: str, argument: ast.expr) -> ast.Call:
+    return ast.copy_location(ast.Call(_name(mark, argument), [argument], []), argument)
+
+
+def _role_of(function: Any) -> str | None:
+    if getattr(function, "__module__", None) in _OURS and function.__name__ in CALLS:
+        return str(function.__name__)
+    return None
+
+
+def _type_of(annotation: Any) -> Any:
+    if annotation is None or isinstance(annotation, str):
+        return None
+    try:
+        return jit_annotations.try_ann_to_type(annotation, fake_range())
+    except Exception:  # noqa: BLE001 - the compiler will say what is wrong with it
+        return None
+
+
+def _returned_future(function: Any) -> Any:
+    """The type in the future that an ignored Python function returns; None if it does not."""
+    if not internal.is_ignored_fn(function):
+        return None
+    type_ = _type_of(getattr(function, "__annotations__", {}).get("return"))
+    return type_.getElementType() if type_ is not None and type_.kind() == "FutureType" else None
+
+
+def _result_type(function: Any) -> Any:
+    """The type that a function returns; one that is not compiled yet is, as the compiler does."""
+    if isinstance(function, types.FunctionType):
+        function = compiled(function)
+    if not isinstance(function, torch.jit.ScriptFunction):
+        return None
+    schema: Any = function.schema
+    return schema.returns[0].type

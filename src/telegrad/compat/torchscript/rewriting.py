@@ -1,0 +1,131 @@
+"""The graph of a function that was compiled: what is marked in it becomes telegrad's.
+
+It happens before the function runs first: a plan that the interpreter has made is not made again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from telegrad.compat.torchscript.kinds import kind_of
+from telegrad.compat.torchscript.marks import Mark, mark_function_named
+from telegrad.compat.torchscript.operators import MARK
+from telegrad.compat.torchscript.torch_jit import core, state
+
+__all__ = ["rewrite", "rewrite_methods"]
+
+_CALLS = ("prim::rpc_async", "prim::rpc_sync", "prim::rpc_remote")
+
+
+def rewrite(graph: Any) -> None:
+    """Replaces what is marked in a graph, in its blocks and in the graphs of its forks."""
+    for inner in (graph, *_inner_graphs(graph.block())):
+        for kind in _CALLS:
+            for node in inner.findAllNodes(kind):  # looks into blocks
+                if node.inputsAt(0).node().kind() == MARK:
+                    _replace_call(inner, node)
+        for node in inner.findAllNodes("prim::CallFunction"):
+            mark = _mark_of(node)
+            if mark is not None:
+                _replace_entry(inner, node, mark)
+
+
+def rewrite_methods(type_: Any) -> None:
+    """The same for the methods of a class or module."""
+    unit = state._python_cu
+    for method in type_.method_names():
+        function = unit.find_function(f"{type_.qualified_name()}.{method}")
+        if function is not None:
+            rewrite(function.graph)
+
+
+def _inner_graphs(block: Any) -> Iterator[Any]:
+    for node in block.nodes():
+        for attribute in node.attributeNames():
+            if node.kindOf(attribute) == "g":
+                graph = node.g(attribute)
+                yield graph
+                yield from _inner_graphs(graph.block())
+        for inner in node.blocks():
+            yield from _inner_graphs(inner)
+
+
+def _mark_of(call: Any) -> Mark | None:
+    constant = call.inputsAt(0).node()
+    if constant.kind() != "prim::Constant" or not constant.hasAttribute("name"):
+        return None
+    return mark_function_named(constant.s("name"))
+
+
+def _replace_call(graph: Any, node: Any) -> None:
+    destination, *rest = node.inputs()
+    mark = destination.node()
+    output, kind = node.output(), node.kind()
+    with graph.insert_point_guard(node):
+        inputs = [mark.inputsAt(0), *rest]
+        if len(inputs) < 3:
+            inputs.append(_inserted(graph, "prim::TupleConstruct", [], core.TupleType([])))
+        if len(inputs) < 4:
+            none = core.DictType(core.StringType.get(), core.AnyType.get())
+            inputs.append(_inserted(graph, "prim::DictConstruct", [], none))
+        if len(inputs) < 5:
+            inputs.append(graph.insertConstant(-1.0))
+        operator = kind.replace("prim::", "telegrad::")
+        if kind == "prim::rpc_async":
+            result = core.FutureType(core.AnyType.get())
+            value = _cast(graph, _inserted(graph, operator, inputs, result, node), output.type())
+        elif kind == "prim::rpc_sync":
+            box = _inserted(graph, operator, inputs, core.AnyType.get(), node)
+            value = _cast(graph, box, kind_of(output.type()).box_type)
+            value = _inserted(graph, "prim::GetAttr", [value], output.type(), name="value")
+        else:
+            value = _inserted(graph, operator, inputs, core.AnyType.get(), node)
+    if kind == "prim::rpc_remote":
+        (use,) = output.uses()  # the marked function that the parser has put around it
+        call = use.user
+        found = _mark_of(call)
+        assert found is not None
+        with graph.insert_point_guard(call):
+            value = _cast(graph, value, found.result)
+        output, outer = call.output(), call
+        output.replaceAllUsesWith(value)
+        _destroy_call(outer)
+    else:
+        output.replaceAllUsesWith(value)
+    node.destroy()
+    mark.destroy()
+
+
+def _replace_entry(graph: Any, call: Any, mark: Mark) -> None:
+    with graph.insert_point_guard(call):
+        name = graph.insertConstant(mark.kind.name)
+        inputs = [call.inputsAt(1), name]
+        any_future = core.FutureType(core.AnyType.get())
+        value = _inserted(graph, f"telegrad::{mark.operator}", inputs, any_future, call)
+        value = _cast(graph, value, mark.result)
+    call.output().replaceAllUsesWith(value)
+    _destroy_call(call)
+
+
+def _destroy_call(call: Any) -> None:
+    function = call.inputsAt(0)
+    call.destroy()
+    if not function.uses():
+        function.node().destroy()
+
+
+def _cast(graph: Any, value: Any, type_: Any) -> Any:
+    return _inserted(graph, "prim::unchecked_cast", [value], type_)
+
+
+def _inserted(
+    graph: Any, kind: str, inputs: list[Any], type_: Any, like: Any = None, name: str | None = None
+) -> Any:
+    """The output of a new node, at the place where the graph is being written."""
+    node = graph.create(kind, inputs, 1)
+    if name is not None:
+        node.s_("name", name)
+    if like is not None:
+        node.copyMetadata(like)
+    return graph.insertNode(node).output().setType(type_)

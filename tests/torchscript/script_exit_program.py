@@ -1,0 +1,130 @@
+"""Pairs of processes that end while script functions wait, through the end of the interpreter.
+Prints the exit codes of those that did not end well.
+
+    python script_exit_program.py <how it ends> <pairs> <directory>
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+
+import torch
+from torch import Tensor
+
+import telegrad.autograd as dist_autograd
+from telegrad import rpc
+
+
+@torch.jit.ignore
+def sleep(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+@torch.jit.script
+def slowly(x: Tensor, seconds: float) -> Tensor:
+    sleep(seconds)
+    return x + 1
+
+
+@torch.jit.script
+def begin(dst: str, x: Tensor, seconds: float):
+    return rpc.rpc_async(dst, slowly, (x, seconds))
+
+
+@torch.jit.script
+def chain(dst: str, x: Tensor, seconds: float):
+    for _ in range(100):
+        x = rpc.rpc_async(dst, slowly, (x, seconds)).wait()
+    return x
+
+
+@torch.jit.script
+def chain_of_sync(dst: str, x: Tensor, seconds: float):
+    for _ in range(100):
+        x = rpc.rpc_sync(dst, slowly, (x, seconds))
+    return x
+
+
+@torch.jit.script
+def forked(dst: str, x: Tensor, seconds: float):
+    return torch.jit.fork(chain, dst, x, seconds)
+
+
+def endure(function, *args):
+    try:
+        function(*args)
+    except RuntimeError:
+        pass  # the worker has left
+
+
+def interrupt_soon():
+    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+    timer.daemon = True
+    timer.start()
+
+
+def run(rank, store, ending, meet):
+    options = rpc.RpcOptions(init_method=f"file://{store}")
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+    other, x = f"worker{1 - rank}", torch.ones(3, requires_grad=True)
+    with dist_autograd.context():
+        chain_of_sync(other, x, 0.0)
+        chain(other, x, 0.0)
+    meet()
+    kept = []
+    if ending == "abandoned":
+        with dist_autograd.context():
+            for seconds in (0.0, 0.001, 0.05, 5.0):
+                kept += [begin(other, x, seconds) for _ in range(5)]
+                kept += [forked(other, x, seconds)]
+    elif ending == "waiting":
+        for function in (chain, chain_of_sync):
+            args = (function, other, x, 0.01)
+            threading.Thread(target=endure, args=args, daemon=True).start()
+    elif ending in ("interrupted", "interrupted synchronously"):
+        if rank == 0:
+            kept += [forked(other, x, 0.01)]
+            interrupt_soon()
+            function = chain if ending == "interrupted" else chain_of_sync
+            try:
+                function(other, x, 0.01)
+                raise SystemExit("it was not interrupted")
+            except KeyboardInterrupt:
+                pass
+        meet()
+    elif ending == "raising":
+        kept += [begin(other, x, 5.0), forked(other, x, 0.01)]
+        globals()["kept"] = kept
+        raise ValueError("the program has failed")
+    globals()["kept"] = kept  # they live as long as the interpreter
+
+
+def main(ending, pairs, directory):
+    ended_badly = []
+    for pair in range(pairs):
+        ends = [os.pipe(), os.pipe()]
+        children = []
+        for rank in range(2):
+            child = os.fork()
+            if child == 0:
+
+                def meet(mine=ends[rank], others=ends[1 - rank]):
+                    os.write(others[1], b".")
+                    os.read(mine[0], 1)
+
+                run(rank, f"{directory}/store{pair}", ending, meet)
+                return  # ends the interpreter, as a script does
+            children.append(child)
+        for child in children:
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            if code != (1 if ending == "raising" else 0):
+                ended_badly.append(code)
+        for end in (*ends[0], *ends[1]):
+            os.close(end)
+    print("ended badly:", ended_badly)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
