@@ -21,9 +21,9 @@ LAYERS = [
     {"rpc"},
     {"autograd"},
     {"optim", "nn"},
-    {"compat"},
-    {"launch", "cli"},
     {"observe"},
+    {"compat"},
+    {"launch", "cli", "demo"},
     {"testing"},
 ]
 """Section 2 of the design, from the bottom up: imports point to the same layer or to one before."""
