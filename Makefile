@@ -4,7 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: test lint types conformance bench clean
+.PHONY: demo test lint types conformance bench clean
+
+demo: $(INSTALLED)
+	$(BIN)/python -m telegrad.demo $(DEMO)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(TESTS)
@@ -31,4 +34,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) telegrad-demo build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
