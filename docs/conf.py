@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+from typing import Any
 
 project = "telegrad"
 author = "The telegrad authors"
@@ -19,6 +20,7 @@ myst_heading_anchors = 3
 default_role = "literal"  # docstrings write names as `name`
 
 autodoc_typehints = "signature"
+autodoc_preserve_defaults = True
 autodoc_inherit_docstrings = False
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
@@ -36,3 +38,14 @@ nitpick_ignore_regex = [
         r"telegrad\.(ids|wire|transport|rpc\.\w+|autograd\.\w+|optim\.\w+|testing\.\w+)\b.*",
     ),
 ]
+
+
+def setup(app: Any) -> None:
+    app.connect("autodoc-process-signature", _readable_signature)
+
+
+def _readable_signature(
+    app: Any, what: str, name: str, obj: Any, options: Any, signature: str | None, returns: Any
+) -> tuple[str | None, Any]:
+    """A default that a dataclass makes anew each time has no text that can be parsed."""
+    return (signature.replace("<factory>", "...") if signature else signature), returns

@@ -159,7 +159,7 @@ def reference_owner() -> Transitions:
 _CHARACTER = 6.7
 _TRACK = 24.0
 _STATE_HEIGHT = 34.0
-_PORT = 16.0
+_PORT = 14.0
 
 
 def draw(title: str, states: list[str], transitions: Transitions) -> str:
@@ -181,7 +181,7 @@ def draw(title: str, states: list[str], transitions: Transitions) -> str:
         most = max(len(ports.get((number, forward), ())) for forward in (True, False))
         widths.append(max(len(state) * 7.3 + 24, most * _PORT + 12))
         lefts.append(x)
-        x += widths[-1] + 56
+        x += widths[-1] + 34
     exits = {}
     for (number, _), found in ports.items():
         found.sort(key=lambda e, n=number: (-abs(e[0] + e[1] - 2 * n), e))
