@@ -4,7 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: test lint types conformance bench clean
+.PHONY: demo test lint types docs conformance bench clean
+
+demo: $(INSTALLED)
+	$(BIN)/python -m telegrad.demo $(DEMO)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(TESTS)
@@ -15,6 +18,10 @@ lint: $(INSTALLED)
 
 types: $(INSTALLED)
 	$(BIN)/mypy
+
+docs: $(VENV)/.docs
+	$(BIN)/sphinx-build -W --keep-going -n -q docs docs/_build
+	@echo "docs/_build/index.html"
 
 conformance: $(INSTALLED)
 	$(BIN)/python -m conformance $(SUITES)
@@ -30,5 +37,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
+$(VENV)/.docs: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) telegrad-demo docs/_build build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -5,6 +5,7 @@ A snippet that begins with a file's name (`# model.py`) is a module, which the o
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 import re
 import subprocess
@@ -12,10 +13,15 @@ import sys
 
 import pytest
 
+import telegrad
+from telegrad import autograd, nn, observe, optim, rpc
 from telegrad.testing.cluster import cluster
+from telegrad.wire.frames import Kind
 
+OWN_GROUPS = "<!-- The snippets start groups of their own. -->"
+"""Begins a page whose snippets are not to be run on a worker of a group that is there."""
 ROOT = pathlib.Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -38,7 +44,8 @@ def test_snippets_of_a_page_run_in_order(page, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     names = {"__name__": "snippets"}
     written = []
-    with cluster(3):
+    is_alone = page.read_text().startswith(OWN_GROUPS)
+    with contextlib.nullcontext() if is_alone else cluster(3):
         for number, code in enumerate(snippets(page)):
             module = MODULE.match(code)
             # Some look at their own source.
@@ -71,5 +78,47 @@ def test_the_program_in_the_readme_prints_what_it_says(tmp_path):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_between_pages_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+    links = re.compile(r"(?:\]\(|{image} |src=\")([^)#\s\"]+)")
+    for target in links.findall(page.read_text()):
+        if ":" in target:
+            continue  # beyond these pages
         assert (page.parent / target).exists(), target
+
+
+def reference(name):
+    return (ROOT / "docs" / "reference" / name).read_text()
+
+
+def test_every_public_name_has_its_place_in_the_reference():
+    modules = (telegrad, rpc, autograd, optim, nn, observe)
+    listed = reference("api.md") + reference("options.md")
+    others = {
+        *("TelegradError", "__version__", "autograd", "rpc", "functions"),  # modules, errors
+        *("UNSET_RPC_TIMEOUT", "DistAutogradContext", "AutogradEngine", "set_engine_lookup"),
+    }
+    for module in modules:
+        for name in set(module.__all__) - others:
+            assert re.search(rf"\b{name}\b", listed), f"{module.__name__}.{name}"
+
+
+def test_every_kind_of_message_is_in_the_wire_format():
+    rows = re.findall(r"^\| (\d+) \| ([A-Z_]+) \|", reference("wire-format.md"), re.MULTILINE)
+    assert {(int(number), name) for number, name in rows} == {(k.value, k.name) for k in Kind}
+
+
+def test_every_environment_variable_is_listed():
+    source = pathlib.Path(telegrad.__file__).parent
+    read = set()
+    for path in source.rglob("*.py"):
+        pattern = r"environ(?:\.get\(|\[)[\"'](\w+)[\"']"
+        read.update(re.findall(pattern, path.read_text(encoding="utf-8")))
+    listed = set(re.findall(r"`([A-Z_]+)`", reference("environment.md")))
+    assert read == listed - {"RANK"}  # which torch's own rendezvous reads
+
+
+def test_the_table_of_speed_in_the_readme_is_that_of_the_benchmarks():
+    row = re.compile(r"^\| ([^|]+) \| ([^|]+) \| ([^|]+) \| ([\d.]+×) \|", re.MULTILINE)
+    measured = set(row.findall(reference("benchmarks.md")))
+    shown = set(row.findall((ROOT / "README.md").read_text()))
+    assert shown
+    assert shown <= measured

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -91,6 +92,7 @@ class DistAutogradContext:
         self.ended: set[int] = set()
         """Passes that failed: what still arrives for them is dropped."""
         self.incidents: set[int] = set()
+        self._roots: list[weakref.ref[torch.Tensor]] = []
 
     def _context_id(self) -> int:
         """The id that names this context on every worker."""
@@ -119,6 +121,15 @@ class DistAutogradContext:
         """To be called with the lock held."""
         if self._changed is not None:
             self._changed.notify_all()
+
+    def note_roots(self, roots: Iterable[torch.Tensor]) -> None:
+        """A pass begins from these. Pictures of the graph begin there too; a context keeps none of
+        them alive."""
+        self._roots = [weakref.ref(root) for root in roots]
+
+    def living_roots(self) -> list[torch.Tensor]:
+        """The roots of the latest pass that began here, as far as the program still has them."""
+        return [root for reference in self._roots if (root := reference()) is not None]
 
     def add_gradients(self, found: Iterable[LeafGradient], *, create_graph: bool) -> None:
         """Sums what a wave found at the leaves. One wave at a time calls this."""

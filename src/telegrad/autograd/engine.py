@@ -114,6 +114,7 @@ class AutogradEngine(ContextRegistry):
         """See `telegrad.autograd.backward`."""
         check_roots(context_id, roots)
         context = self.retrieve(context_id)
+        context.note_roots(roots)
         live = LivePass(
             self._pass_ids.next(),
             context,

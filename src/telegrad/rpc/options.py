@@ -78,8 +78,8 @@ class RpcOptions:
         heartbeat_timeout: seconds of silence after which a peer counts as lost.
         connect_timeout: seconds to reach a peer and shake hands.
         limits: the largest message accepted.
-        wrap_transport: puts something between the agent and the network: an instrument, or the
-            faults of `telegrad.testing.Faults`.
+        wrap_transport: puts something between the agent and the network: an instrument, such as
+            `telegrad.observe.Traffic`, or the faults of `telegrad.testing.faults`.
     """
 
     rpc_timeout: float = DEFAULT_RPC_TIMEOUT

@@ -81,6 +81,10 @@ class Cluster:
         os.kill(self.pid(name), signal.SIGKILL)
         self._processes[name].join()
 
+    def expect_death(self, name: str) -> None:
+        """The worker is going to die by itself, and the group's end must not complain of it."""
+        self._expected_dead.add(name)
+
     def pause(self, name: str) -> None:
         """Stops the process (SIGSTOP): it lives, and does not answer. Returns when it stands still,
         which on a busy machine is a while after the signal."""

@@ -114,7 +114,13 @@ class Frame:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a reader accepts. Checked before anything is allocated."""
+    """What a reader accepts. Checked before anything is allocated.
+
+    Args:
+        max_body: bytes of a message besides its large tensors.
+        max_buffers: how many large tensors a message may have.
+        max_message: bytes of all its large tensors.
+    """
 
     max_body: int = 1 << 30
     max_buffers: int = 1 << 16

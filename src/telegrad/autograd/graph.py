@@ -1,0 +1,220 @@
+"""The graph of a context on all its workers, as a plain description that can be drawn or checked.
+
+Each worker describes its own part: the send functions and recv nodes of the context, the roots of
+passes that began there, and everything of torch's graph between them. Whoever asks follows the
+contacts from worker to worker, the way a release does, so it finds every worker that the context
+reached. The question is no call of the context: looking changes nothing.
+
+A worker that does not answer is part of the description too, with the reason; what its peers
+exchanged with it is still known from them. So the question ends: in an answer, in the loss of the
+worker, or at the timeout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.futures import Future
+
+from telegrad import autograd
+from telegrad.autograd.boxes import Box, BoxKind, DistributedGraph, Size, WorkerGraph
+from telegrad.autograd.context import DistAutogradContext, EnteredContext
+from telegrad.autograd.folding import fold
+from telegrad.autograd.nodes import AccumulateGrad, RecvNode
+from telegrad.errors import NotInitialized, RemoteError, RpcTimeout, WorkerLost
+from telegrad.rpc import current
+from telegrad.rpc.seams import NO_CONTEXT
+
+__all__ = ["describe", "describe_here"]
+
+
+@dataclass
+class _Part:
+    """One worker's part in the making."""
+
+    boxes: tuple[Box, ...] = ()
+    contacts: set[int] = field(default_factory=set)
+    is_known: bool = True
+
+
+def describe(
+    context_id: int,
+    roots: Sequence[torch.Tensor] = (),
+    *,
+    most_boxes: int = 0,
+    timeout: float = 5.0,
+) -> DistributedGraph:
+    """The graph of a live context on every worker that it has reached.
+
+    Args:
+        roots: tensors on this worker that the graph leads to, in addition to the roots of backward
+            passes that have begun; usually the loss.
+        most_boxes: each worker's part is folded until it has about so many boxes besides
+            its messages; 0 folds nothing.
+        timeout: seconds for which a worker may keep silent; then it is described as being in
+            trouble.
+
+    Raises:
+        ContextError: there is no such context on this worker.
+        NotInitialized: this process is no worker.
+    """
+    engine = autograd._engine()
+    context = engine.retrieve(context_id)
+    parts = {engine.worker_id: _describe(context, roots, most_boxes)}
+    troubles: dict[int, str] = {}
+    worker = current.acting()
+    asked = {engine.worker_id}
+    while worker is not None:
+        contacts = {contact for part in parts.values() for contact in part.contacts} - asked
+        if not contacts:
+            break
+        asked |= contacts
+        answers: dict[int, Future[Any]] = {}
+        with EnteredContext(NO_CONTEXT):
+            for contact in sorted(contacts):
+                answers[contact] = worker.agent.call_async(
+                    contact, describe_here, (context_id, most_boxes), timeout=timeout
+                )
+        for contact, answer in answers.items():
+            try:  # ends in the answer, the loss of the worker, or the timeout
+                parts[contact] = answer.wait()
+            except WorkerLost as error:
+                troubles[contact] = f"lost: {error.reason or error}"
+            except RpcTimeout:
+                troubles[contact] = f"did not answer within {timeout:g} seconds"
+            except (NotInitialized, RemoteError) as error:
+                troubles[contact] = f"cannot tell: {error}"
+            else:
+                if not parts[contact].is_known:
+                    troubles[contact] = "does not know this context: released, or started again"
+    return DistributedGraph(
+        context_id=context_id,
+        workers=tuple(
+            WorkerGraph(
+                worker=id_,
+                name=(worker and worker.agent.network.name_of(id_)) or f"worker {id_}",
+                boxes=parts[id_].boxes if id_ in parts else (),
+                trouble=troubles.get(id_, ""),
+            )
+            for id_ in sorted({*parts, *troubles})
+        ),
+    )
+
+
+def describe_here(context_id: int, most_boxes: int) -> _Part:
+    """This worker's part; asked by another."""
+    context = autograd._engine().find(context_id)
+    return _Part(is_known=False) if context is None else _describe(context, (), most_boxes)
+
+
+def _describe(
+    context: DistAutogradContext, roots: Sequence[torch.Tensor], most_boxes: int
+) -> _Part:
+    boxes = _Walk(context, roots).boxes
+    return _Part(tuple(fold(boxes, most_boxes) if most_boxes else boxes), context.contacts.copy())
+
+
+class _Walk:
+    """Makes the boxes of one worker's part, inputs first."""
+
+    def __init__(self, context: DistAutogradContext, roots: Sequence[torch.Tensor]) -> None:
+        self._gradients = set(context.gradients.copy())
+        living = [root for root in (*roots, *context.living_roots()) if root.grad_fn is not None]
+        self._roots = {root.grad_fn for root in living}
+        self._keys: dict[Any, int] = {}
+        self.boxes: list[Box] = []
+        sends = context.sends.copy()
+        for node, _ in context.recvs.copy().values():
+            self._visit([node])
+        for sent in sends.values():
+            self._visit(node for node, _ in sent.edges if node is not None)
+        self._visit(self._roots)
+        for message, sent in sends.items():
+            entries = [(node, number) for node, number in sent.edges if node is not None]
+            self.boxes.append(
+                Box(
+                    key=len(self.boxes),
+                    kind=BoxKind.SEND,
+                    names=(("send", 1),),
+                    inputs=_unique(self._keys[node] for node, _ in entries),
+                    sizes=tuple(_size_at(node, number) for node, number in entries),
+                    message=message,
+                    peer=sent.to,
+                )
+            )
+
+    def _visit(self, entries: Iterable[Any]) -> None:
+        todo = [node for node in entries if node not in self._keys]
+        while todo:
+            node = todo[-1]
+            if node in self._keys:
+                todo.pop()
+                continue
+            before = _inputs(node)
+            missing = [n for n in before if n not in self._keys]
+            if missing:
+                todo += missing
+                continue
+            todo.pop()
+            self._keys[node] = len(self.boxes)
+            self.boxes.append(self._box(node, before))
+
+    def _box(self, node: Any, before: list[Any]) -> Box:
+        key = len(self.boxes)
+        kind = type(node)
+        inputs = _unique(self._keys[n] for n in before)
+        if kind is RecvNode:
+            received = node.received
+            return Box(
+                key=key,
+                kind=BoxKind.RECEIVE,
+                names=(("receive", 1),),
+                sizes=tuple(_size_at(node, number) for number in range(received.size)),
+                message=received.message_id,
+                peer=received.source,
+                is_root=node in self._roots,
+            )
+        if kind is AccumulateGrad:
+            leaf: torch.Tensor = node.variable
+            return Box(
+                key=key,
+                kind=BoxKind.LEAF,
+                names=(("leaf", 1),),
+                sizes=(_size(tuple(leaf.shape), leaf.dtype),),
+                leaf_count=1,
+                leaf_bytes=leaf.numel() * leaf.element_size(),
+                gradient_count=int(leaf in self._gradients),
+            )
+        return Box(
+            key=key,
+            kind=BoxKind.OPERATION,
+            names=((node.name(), 1),),
+            inputs=inputs,
+            sizes=tuple(_size_at(node, number) for number in range(len(node._input_metadata))),
+            is_root=node in self._roots,
+        )
+
+
+def _inputs(node: Any) -> list[Any]:
+    if type(node) is RecvNode:
+        return []  # what made it is on another worker; its own next function is a stand-in
+    return [following for following, _ in node.next_functions if following is not None]
+
+
+def _unique(keys: Iterable[int]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(keys))
+
+
+def _size_at(node: Any, number: int) -> Size:
+    metadata = node._input_metadata[number]
+    return _size(tuple(metadata.shape), metadata.dtype)
+
+
+def _size(shape: tuple[int, ...], dtype: torch.dtype) -> Size:
+    count = 1
+    for length in shape:
+        count *= length
+    return Size(shape, str(dtype).removeprefix("torch."), count * dtype.itemsize)

@@ -1,0 +1,159 @@
+"""The processes of the demo: they end with it, however it ends.
+
+A worker waits at a pipe. A word on it, or the end of whoever holds the other end, ends the worker;
+Ctrl-C, which a terminal sends to every process in the foreground, is the starter's business alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import signal
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+
+from telegrad.demo.sides import side_named
+
+__all__ = ["DRIVER", "NAMES", "joined_group", "run_apart"]
+
+NAMES = ("driver", "encoder", "server")
+DRIVER = NAMES[0]
+
+_PATIENCE = 20.0
+
+
+@contextlib.contextmanager
+def joined_group(side_name: str, instrument: Any = None) -> Iterator[None]:
+    """Starts the other workers and makes this process the driver, while the block lasts.
+
+    Args:
+        instrument: for `RpcOptions.wrap_transport`, on all workers.
+    """
+    with tempfile.TemporaryDirectory(prefix="telegrad-demo-") as directory:
+        where = f"file://{directory}/store"
+        workers = [
+            _Child(name, _work, side_name, name, rank, where, instrument)
+            for rank, name in enumerate(NAMES)
+            if rank > 0
+        ]
+        has_joined = False
+        try:
+            _join(side_name, DRIVER, 0, where, instrument)
+            has_joined = True
+            for worker in workers:
+                worker.hear()
+            yield
+            for worker in workers:
+                worker.say("finish")
+            side_named(side_name).rpc.shutdown()
+            has_joined = False
+            for worker in workers:
+                worker.wait()
+        finally:
+            for worker in workers:
+                worker.destroy()
+            if has_joined:
+                side_named(side_name).rpc.shutdown(graceful=False)
+
+
+def run_apart(function: Callable[..., Any], *args: Any) -> Any:
+    """Runs a function in a process of its own; returns what it returns."""
+    child = _Child("apart", _answer, function, args)
+    try:
+        return child.hear()
+    finally:
+        child.destroy()
+
+
+class _Child:
+    def __init__(self, name: str, target: Callable[..., None], *args: Any) -> None:
+        starter = multiprocessing.get_context("forkserver")
+        starter.set_forkserver_preload(["telegrad.demo.command"])
+        self._name = name
+        self._line, there = starter.Pipe()
+        self._process: BaseProcess = starter.Process(target=target, args=(there, *args), name=name)
+        self._process.start()
+        there.close()
+
+    def hear(self) -> Any:
+        """What it says next; ends at the latest when it dies."""
+        try:
+            value = self._line.recv()
+        except EOFError:
+            raise RuntimeError(f"the process of {self._name} ended too early") from None
+        if isinstance(value, BaseException):
+            raise value
+        return value
+
+    def say(self, word: str) -> None:
+        with contextlib.suppress(OSError):  # it has died: whoever needs it hears of that
+            self._line.send(word)
+
+    def wait(self) -> None:
+        self._process.join(_PATIENCE)
+
+    def destroy(self) -> None:
+        """Ends it: by itself if it can, by force if it does not."""
+        self._line.close()  # a worker goes at this
+        if self._process.is_alive():
+            self._process.join(1.0)
+        if self._process.is_alive():
+            self._process.terminate()
+            self._process.join(5.0)
+        if self._process.is_alive():
+            self._process.kill()
+        self._process.join()
+        self._process.close()
+
+
+def _work(
+    line: Connection, side_name: str, name: str, rank: int, where: str, instrument: Any
+) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _join(side_name, name, rank, where, instrument)
+    try:
+        line.send("ready")
+        word = line.recv()
+    except (EOFError, OSError):
+        word = "stop"
+    side_named(side_name).rpc.shutdown(graceful=word == "finish")
+
+
+def _answer(line: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _stop)
+    try:
+        line.send(function(*args))
+    except Exception as error:  # noqa: BLE001 - told to who asked
+        line.send(RuntimeError(f"{type(error).__name__}: {error}"))
+
+
+def _stop(number: int, frame: object) -> None:
+    """Ends this process as an error would: the processes that it has started end first."""
+    raise SystemExit(1)
+
+
+def _join(side_name: str, name: str, rank: int, where: str, instrument: Any) -> None:
+    torch.set_num_threads(1)  # there are more processes than processors
+    # Saying so avoids a warning.
+    torch.sparse.check_sparse_tensor_invariants.disable()  # type: ignore[no-untyped-call]
+    side = side_named(side_name)
+    if side.name == "torch":
+        warnings.showwarning = _drop_warning  # torch's own, about its own
+    extra = {} if instrument is None else {"wrap_transport": instrument}
+    side.rpc.init_rpc(
+        name,
+        rank=rank,
+        world_size=len(NAMES),
+        rpc_backend_options=side.options(init_method=where, **extra),
+    )
+
+
+def _drop_warning(*parts: Any, **options: Any) -> None:
+    pass

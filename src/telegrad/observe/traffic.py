@@ -1,0 +1,193 @@
+"""How much a worker sends and receives: bytes, messages, calls.
+
+Counting is an instrument between the agent and its transport, so a program that does not ask for it
+pays nothing::
+
+    init_rpc(name, rpc_backend_options=RpcOptions(wrap_transport=Traffic()))
+    ...
+    print(traffic())                          # this worker
+    print(rpc.rpc_sync("worker1", traffic))   # another
+
+Bytes are those of whole messages, whichever way they take: what goes through shared memory counts
+as if it went through the socket. Messages of a worker to itself never reach a transport, and do not
+count.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from telegrad.errors import TelegradError
+from telegrad.rpc import current
+from telegrad.transport.base import Connection, Listener, MemorySharing, Transport
+from telegrad.wire.frames import BUFFER, HEADER, Frame, Kind
+
+__all__ = ["Traffic", "TrafficCount", "traffic"]
+
+_CALLS = (Kind.CALL, Kind.REMOTE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrafficCount:
+    """What a worker has exchanged with others since it started."""
+
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    messages_sent: int = 0
+    messages_received: int = 0
+    calls_made: int = 0
+    calls_served: int = 0
+
+
+class Traffic:
+    """Give it to `RpcOptions(wrap_transport=...)`. It can be pickled, and every process counts for
+    itself."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards the set below and the sum
+        self._meters: set[_Meter] = set()
+        self._ended: Counter[str] = Counter()
+
+    def __call__(self, transport: Transport) -> Transport:
+        return _MeteredTransport(transport, self)
+
+    def __reduce__(self) -> tuple[type[Traffic], tuple[()]]:
+        return Traffic, ()
+
+    @property
+    def count(self) -> TrafficCount:
+        """What this process has counted so far."""
+        with self._lock:
+            total = self._ended.copy()
+            for meter in self._meters:
+                total.update(vars(meter))
+        return TrafficCount(**total)
+
+    def begin(self) -> _Meter:
+        meter = _Meter()
+        with self._lock:
+            self._meters.add(meter)
+        return meter
+
+    def end(self, meter: _Meter) -> None:
+        with self._lock:
+            if meter in self._meters:
+                self._meters.discard(meter)
+                self._ended.update(vars(meter))
+
+
+def traffic() -> TrafficCount:
+    """What this worker has exchanged with others.
+
+    Raises:
+        TelegradError: it was not started with a `Traffic`.
+        NotInitialized: this process is no worker.
+    """
+    instrument = current.current().agent.options.wrap_transport
+    if not isinstance(instrument, Traffic):
+        raise TelegradError(
+            "this worker does not count its traffic: start it with "
+            "RpcOptions(wrap_transport=telegrad.observe.Traffic())"
+        )
+    return instrument.count
+
+
+@dataclass(eq=False)
+class _Meter:
+    """The counts of one connection. One thread sends and one receives at a time, and each has
+    fields of its own: no lock is needed."""
+
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    messages_sent: int = 0
+    messages_received: int = 0
+    calls_made: int = 0
+    calls_served: int = 0
+
+
+class _MeteredTransport:
+    def __init__(self, transport: Transport, traffic: Traffic) -> None:
+        self._transport = transport
+        self._traffic = traffic
+
+    def listen(self) -> Listener:
+        return _MeteredListener(self._transport.listen(), self._traffic)
+
+    def connect(self, address: str, timeout: float) -> Connection:
+        return _MeteredConnection(self._transport.connect(address, timeout), self._traffic)
+
+
+class _MeteredListener:
+    def __init__(self, listener: Listener, traffic: Traffic) -> None:
+        self._listener = listener
+        self._traffic = traffic
+
+    @property
+    def address(self) -> str:
+        return self._listener.address
+
+    def accept(self) -> Connection:
+        return _MeteredConnection(self._listener.accept(), self._traffic)
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+class _MeteredConnection:
+    def __init__(self, connection: Connection, traffic: Traffic) -> None:
+        self._connection = connection
+        self._traffic = traffic
+        self._meter = traffic.begin()
+        self.receive_bytes = connection.receive_bytes
+        self.send_bytes = connection.send_bytes
+        self.poll = connection.poll
+        self.has_more = connection.has_more
+        self.fileno = connection.fileno
+        self.set_timeout = connection.set_timeout
+        self.interrupt = connection.interrupt
+
+    @property
+    def reads(self) -> int:
+        return self._connection.reads
+
+    def send(
+        self,
+        kind: Kind,
+        flags: int = 0,
+        call_id: int = 0,
+        context_id: int = -1,
+        message_id: int = -1,
+        body: Sequence[bytes | memoryview] = (),
+        buffers: Sequence[memoryview] = (),
+    ) -> None:
+        self._connection.send(kind, flags, call_id, context_id, message_id, body, buffers)
+        meter = self._meter
+        meter.messages_sent += 1
+        meter.calls_made += kind in _CALLS
+        meter.bytes_sent += (
+            HEADER.size
+            + sum(len(part) for part in body)
+            + sum(BUFFER.size + buffer.nbytes for buffer in buffers)
+        )
+
+    def receive(self) -> Frame:
+        frame = self._connection.receive()
+        meter = self._meter
+        meter.messages_received += 1
+        meter.calls_served += frame.kind in _CALLS
+        meter.bytes_received += (
+            HEADER.size
+            + len(frame.body)
+            + sum(BUFFER.size + memoryview(buffer).nbytes for buffer in frame.buffers)
+        )
+        return frame
+
+    def share_memory(self, memory: MemorySharing) -> None:
+        self._connection.share_memory(memory)
+
+    def close(self) -> None:
+        self._connection.close()
+        self._traffic.end(self._meter)
