@@ -130,10 +130,10 @@ class _Walk:
         for node, _ in context.recvs.copy().values():
             self._visit([node])
         for sent in sends.values():
-            self._visit(node for node, _ in sent.edges if node is not None)
+            self._visit(node for node, _ in sent.next_functions if node is not None)
         self._visit(self._roots)
         for message, sent in sends.items():
-            entries = [(node, number) for node, number in sent.edges if node is not None]
+            entries = [(node, number) for node, number in sent.next_functions if node is not None]
             self.boxes.append(
                 Box(
                     key=len(self.boxes),

@@ -1,4 +1,6 @@
-"""What telegrad does that torch's RPC does not, tried on both: `python -m telegrad.bench.differences`.
+"""What telegrad does that torch's RPC does not, tried on both.
+
+`python -m telegrad.bench.differences` runs it.
 
 Every probe runs in processes of its own, which are killed after it. What has not ended after
 `PATIENCE` seconds counts as hanging.
