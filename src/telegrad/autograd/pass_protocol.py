@@ -166,7 +166,7 @@ class Complete:
 
 Effect: TypeAlias = AskReachability | StrikeOff | EndPass | Complete
 
-_COMPLETE: Sequence[Effect] = (Complete(),)
+_COMPLETE = Complete()
 
 
 class PassControl:
@@ -184,7 +184,7 @@ class PassControl:
 
     def credit_returned(
         self, credit: Credit, reports: Mapping[int, tuple[int, Standing]]
-    ) -> Sequence[Effect]:
+    ) -> list[Effect]:
         """Credit came home from a worker, or from the initiator's own share."""
         if self.state is not PassState.RUNNING:
             return []
@@ -196,8 +196,8 @@ class PassControl:
         if Standing.WAITING not in standings:
             self.state = PassState.COMPLETE
             if Standing.OPEN not in standings and not self._ever_asked:
-                return _COMPLETE
-            return [*self._ends(), Complete()]
+                return [_COMPLETE]
+            return [*self._ends(), _COMPLETE]
         self.state = PassState.RESOLVING
         self.resolutions += 1
         self._asked = {
