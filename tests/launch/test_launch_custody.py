@@ -117,6 +117,20 @@ def test_a_second_ctrl_c_kills_at_once(family):
         assert not any(is_alive(pid) for pid in pids)
 
 
+def test_ctrl_z_stops_the_workers_too(family):
+    def state(pid):
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+    with telegrad("run", "-n", "2", "script.py", cwd=family()) as launched:
+        pids = processes_of(launched, 6) | {launched.process.pid}
+        os.kill(launched.process.pid, signal.SIGTSTP)
+        until(lambda: all(state(pid) == "T" for pid in pids), "their standstill")
+        os.kill(launched.process.pid, signal.SIGCONT)
+        until(lambda: all(state(pid) != "T" for pid in pids), "their going on")
+        os.kill(launched.process.pid, signal.SIGTERM)
+        assert launched.end() == 143
+
+
 def test_workers_that_are_done_leave_nothing_either(tmp_path):
     """Children that outlive their worker get a moment, then are ended; the run was a success."""
     (tmp_path / "script.py").write_text(
