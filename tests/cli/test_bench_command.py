@@ -40,7 +40,7 @@ def test_it_measures_what_is_asked_for_and_draws_it(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["nonsense"], "no case has 'nonsense' in its name; there are: start"),
+        (["nonsense"], "no case has 'nonsense' in its name: see telegrad bench --list"),
         (["echo", "--plot", "plot.png"], "a plot is written as SVG: name it *.svg"),
         (["echo", "--plot", "nowhere/plot.svg"], "'nowhere/plot.svg' cannot be written"),
         (["echo", "--write", "."], "'.' cannot be written"),
@@ -55,6 +55,11 @@ def test_mistakes_are_named_before_anything_is_measured(
     assert out == ""
     assert complaint in err
     assert err.count("\n") == 1
+
+
+def test_it_names_its_cases(capsys):
+    assert main(["bench", "--list"]) == 0
+    assert {"empty call", "echo of 16 MB"} < set(capsys.readouterr().out.splitlines())
 
 
 def test_bars_point_to_the_right_of_one_where_telegrad_is_faster():

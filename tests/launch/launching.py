@@ -135,7 +135,7 @@ def telegrad(*arguments, **options):
 
 def _run(arguments, cwd, environment, lines, tty):
     os.chdir(cwd)
-    for name in ("OMP_NUM_THREADS", "NO_COLOR", "TERM"):
+    for name in ("OMP_NUM_THREADS", "NO_COLOR", "TERM", "PYTHONUNBUFFERED"):
         os.environ.pop(name, None)
     os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # if the tests run in the background

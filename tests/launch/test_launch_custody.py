@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pathlib
 import re
 import signal
+import struct
+import termios
 import textwrap
 
 import pytest
 from launching import is_alive, telegrad, until
+
+from telegrad.cli import main
 
 FAMILY = r"""
     import os, signal, subprocess, sys
@@ -117,6 +122,20 @@ def test_a_second_ctrl_c_kills_at_once(family):
         assert not any(is_alive(pid) for pid in pids)
 
 
+def test_ctrl_z_stops_the_workers_too(family):
+    def state(pid):
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+    with telegrad("run", "-n", "2", "script.py", cwd=family()) as launched:
+        pids = processes_of(launched, 6) | {launched.process.pid}
+        os.kill(launched.process.pid, signal.SIGTSTP)
+        until(lambda: all(state(pid) == "T" for pid in pids), "their standstill")
+        os.kill(launched.process.pid, signal.SIGCONT)
+        until(lambda: all(state(pid) != "T" for pid in pids), "their going on")
+        os.kill(launched.process.pid, signal.SIGTERM)
+        assert launched.end() == 143
+
+
 def test_workers_that_are_done_leave_nothing_either(tmp_path):
     """Children that outlive their worker get a moment, then are ended; the run was a success."""
     (tmp_path / "script.py").write_text(
@@ -139,12 +158,13 @@ def test_what_a_dead_worker_has_left_is_ended_with_the_others(family):
         assert not any(is_alive(pid) for pid in found(launched))
 
 
-def test_a_reader_that_does_not_read_cannot_keep_the_workers_alive(tmp_path):
-    """The keeper is stuck in writing then; a second Ctrl-C does not need it."""
+@pytest.mark.parametrize("way", ["second Ctrl-C", "patience"])
+def test_a_reader_that_does_not_read_cannot_keep_the_workers_alive(tmp_path, way):
+    """The keeper is stuck in writing then, and cannot end the workers: the front does."""
     (tmp_path / "script.py").write_text(
         "import os\n"
-        "with open('pid', 'w') as file: file.write(str(os.getpid()))\n"
-        "os.rename('pid', 'whole')\n"
+        "with open('begun', 'w') as file: file.write(str(os.getpid()))\n"
+        "os.rename('begun', 'pid')\n"
         "while True: print('y' * 10000)\n"
     )
     reader, writer = os.pipe()
@@ -154,14 +174,20 @@ def test_a_reader_that_does_not_read_cannot_keep_the_workers_alive(tmp_path):
         os.dup2(writer, 2)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.chdir(tmp_path)
-        from telegrad.cli import main
-
-        os._exit(main(["run", "script.py"]))
+        os._exit(main(["run", "--grace", "0", "script.py"]))
     os.close(writer)
-    until((tmp_path / "whole").exists)
-    worker = int((tmp_path / "whole").read_text())
+    until((tmp_path / "pid").exists)
+    until(lambda: unread(reader) > 60000, "a full pipe")
+    worker = int((tmp_path / "pid").read_text())
     os.kill(process, signal.SIGINT)
-    while os.waitpid(process, os.WNOHANG) == (0, 0):
-        os.kill(process, signal.SIGINT)
+    if way == "patience":
+        os.waitpid(process, 0)
+    else:
+        while os.waitpid(process, os.WNOHANG) == (0, 0):
+            os.kill(process, signal.SIGINT)
     os.close(reader)
     assert not is_alive(worker)
+
+
+def unread(descriptor):
+    return struct.unpack("i", fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)))[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -345,3 +346,34 @@ def test_a_reader_that_goes_away_ends_the_run(tmp_path, script):
     assert first.endswith(b"] y")
     assert code == b"141"
     assert b"Traceback" not in done.stderr
+
+
+def test_a_disk_that_is_full_ends_the_run(tmp_path, script):
+    script("while True: print('y' * 1000)")
+    done = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m telegrad run script.py > /dev/full"],
+        cwd=tmp_path,
+        capture_output=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 141
+    assert b"telegrad: output cannot be written: No space left on device\n" in done.stderr
+    assert b"Traceback" not in done.stderr
+
+
+def test_workers_that_the_system_has_no_room_for_end_those_that_run(tmp_path, script):
+    script("import signal; signal.pause()")
+    done = subprocess.run(
+        ["bash", "-c", f"ulimit -n 40; {sys.executable} -m telegrad run -n 60 script.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert re.fullmatch(
+        r"telegrad: worker \d+ cannot be started: Too many open files",
+        done.stderr.splitlines()[-1],
+    )

@@ -23,6 +23,7 @@ Absolute times mean little on a machine that does other things as well.
 
 def _configure(parser: Parser) -> None:
     parser.add_argument("words", nargs="*", metavar="WORD", help="runs the cases with it only")
+    parser.add_argument("--list", action="store_true", help="only names the cases")
     parser.add_argument("--plot", metavar="FILE.svg", help="writes a picture of the ratios")
     parser.add_argument("--write", metavar="FILE.md", help="writes the table as Markdown")
     parser.add_argument("--check", action="store_true", help="fails if a case misses its mark")
@@ -33,9 +34,12 @@ def _run(options: argparse.Namespace) -> int:
     from telegrad.bench import plot, suite, table
 
     known = suite.names()
+    if options.list:
+        print("\n".join(known))
+        return 0
     for word in options.words:
         if not any(word in name for name in known):
-            raise ValueError(f"no case has {word!r} in its name; there are: {'; '.join(known)}")
+            raise ValueError(f"no case has {word!r} in its name: see telegrad bench --list")
     if options.plot and not options.plot.endswith(".svg"):
         raise ValueError(f"a plot is written as SVG: name it *.svg, not {options.plot!r}")
     for path in filter(None, (options.plot, options.write)):

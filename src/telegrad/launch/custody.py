@@ -115,6 +115,8 @@ class _Front:
         for number in PASSED_ON:
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._pass_on)
+        if signal.getsignal(signal.SIGTSTP) != signal.SIG_IGN:
+            signal.signal(signal.SIGTSTP, self._suspend)
         signal.signal(signal.SIGALRM, self._kill)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
         _, status = os.waitpid(self._keeper, 0)  # ends with the keeper, at the latest by _kill
@@ -136,6 +138,12 @@ class _Front:
             self._signalled_by = number
             signal.setitimer(signal.ITIMER_REAL, self._grace + _KEEPER_SECONDS)
         os.kill(self._keeper, number)
+
+    def _suspend(self, _: int, __: FrameType | None) -> None:
+        """Ctrl-Z: nobody else would stop the workers, which are in sessions of their own."""
+        signal_all(signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)  # returns when a shell says `fg` or `bg`
+        signal_all(signal.SIGCONT)
 
     def _kill(self, _: int, __: FrameType | None) -> None:
         if self._is_waiting:

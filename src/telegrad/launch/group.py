@@ -56,7 +56,7 @@ class Group:
         self._plan: list[tuple[float, signal.Signals]] = []  # what is sent to all, and when
         self._is_ending = False
         self._interrupted_by = 0
-        self._is_broken = False  # nobody reads our output
+        self._is_broken = False  # our output cannot be written
         self._spoke_last = -1  # whose error output was shown last
         self._selector = selectors.DefaultSelector()
 
@@ -125,7 +125,9 @@ class Group:
         if not self._is_broken:
             try:
                 (self._err if stream is worker.err else self._out).show(worker.rank, lines)
-            except BrokenPipeError:
+            except OSError as error:  # a pipe that nobody reads, a closed terminal, a full disk
+                if not isinstance(error, BrokenPipeError):
+                    self._tell(f"output cannot be written: {error.strerror}")
                 self._is_broken = True
                 self._end(signal.SIGTERM)
 
@@ -251,14 +253,14 @@ class Group:
         lines = [] if self._spoke_last == cause.rank else cause.last_words.lines()
         if self._is_broken or (len(self._workers) == 1 and cause.exit_code < 128):
             return  # nobody listens; or it has said all there is to say
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(OSError):  # nobody is left to be told
             self._err.warn(text + (". It said:" if lines else ""))
             self._err.show(cause.rank, lines)
 
     def _tell(self, text: str) -> None:
         self._spoke_last = -1
         if not self._is_broken:
-            with contextlib.suppress(BrokenPipeError):
+            with contextlib.suppress(OSError):  # nobody is left to be told
                 self._err.say(text)
 
 
