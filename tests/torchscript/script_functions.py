@@ -202,6 +202,14 @@ def one_more(future: Future[Tensor]) -> Tensor:
     return future.wait() + 1
 
 
+@torch.jit.script
+def sum_of_futures(futures: list[Future[Tensor]]) -> Tensor:
+    total = torch.zeros(2)
+    for future in futures:
+        total += future.wait()
+    return total
+
+
 @torch.jit.ignore
 def future_from_python(dst: str, x: Tensor) -> Future[Tensor]:
     return rpc.rpc_async(dst, torch.add, (x, x))

@@ -108,6 +108,11 @@ def test_so_can_that_of_a_python_function_and_one_of_the_programs_own():
     assert script.one_more_than_python("worker1", X).tolist() == [3, 3]
 
 
+def test_so_can_several():
+    futures = [rpc.rpc_async("worker1", torch.add, (X, n)) for n in range(3)]
+    assert script.sum_of_futures([*futures, script.future_of("worker1", X)]).tolist() == [8, 8]
+
+
 def test_a_failed_future_from_python_fails_the_script():
     with pytest.raises(RuntimeError, match="unsupported operand"):
         script.one_more(rpc.rpc_async("worker1", two, (None,)))

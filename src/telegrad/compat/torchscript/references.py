@@ -262,7 +262,7 @@ def type_of_value(rref: RRef[Any]) -> Any:
         RRefError: there is none.
     """
     if isinstance(rref, _Returned) and type(rref) is not _Returned:
-        return next(kind.type for kind, (_, cls) in _classes.items() if cls is type(rref))
+        return next(kind.type for kind, (_, cls) in list(_classes.items()) if cls is type(rref))
     if rref.is_owner():
         return type_described(_describe_owned(rref.rref_id))
     return type_described(rpc.rpc_sync(rref.owner().id, _describe_owned, (rref.rref_id,)))

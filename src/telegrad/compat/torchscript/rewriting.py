@@ -73,6 +73,7 @@ def _replace_call(graph: Any, node: Any) -> None:
             inputs.append(graph.insertConstant(-1.0))
         operator = kind.replace("prim::", "telegrad::")
         if kind == "prim::rpc_async":
+            kind_of(output.type().getElementType()).prepare()
             result = core.FutureType(core.AnyType.get())
             value = _cast(graph, _inserted(graph, operator, inputs, result, node), output.type())
         elif kind == "prim::rpc_sync":
