@@ -33,6 +33,9 @@ _OURS = ("telegrad.rpc.api", "telegrad.compat.rpc.api")
 _ITEM = "\uf8ff"  # a variable of its own
 _MISSING: Any = object()
 
+_marking: list[Any] = []
+"""Functions that are being marked: marking one may compile another."""
+
 
 def mark_calls(function: Any, tree: ast.Module) -> None:
     """Marks telegrad's part in the tree of `function`, in place."""
@@ -41,7 +44,11 @@ def mark_calls(function: Any, tree: ast.Module) -> None:
     (definition,) = tree.body
     assert isinstance(definition, ast.FunctionDef)
     marker = _Marker(function, definition)
-    definition.body = [marker.visit(statement) for statement in definition.body]
+    _marking.append(function)
+    try:
+        definition.body = [marker.visit(statement) for statement in definition.body]
+    finally:
+        _marking.remove(function)
     if not _is_declaration(definition):
         definition.body[:0] = marker.entering_arguments()
 
@@ -196,6 +203,11 @@ def _returned_future(function: Any) -> Any:
 def _result_type(function: Any) -> Any:
     """The type that a function returns; one that is not compiled yet is, as the compiler does."""
     if isinstance(function, types.FunctionType):
+        if function in _marking:
+            raise RuntimeError(
+                f"function {function.__name__!r} is called recursively, by way of another worker: "
+                "TorchScript cannot compile that"
+            )
         function = compiled(function)
     if not isinstance(function, torch.jit.ScriptFunction):
         return None
