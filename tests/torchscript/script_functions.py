@@ -69,6 +69,12 @@ def note_thread() -> None:
     threads_seen.append(threading.get_native_id())
 
 
+@torch.jit.script
+def append_one(rref: RRef[list[int]]) -> int:
+    rref.local_value().append(1)
+    return 1
+
+
 # -- calls
 
 
@@ -164,6 +170,41 @@ def chained_in_background(dst: str, x: Tensor):
 
 
 @torch.jit.script
+def call_back(to: str, x: Tensor) -> Tensor:
+    return rpc.rpc_async(to, two_calls, (to, x, 0.0)).wait()
+
+
+@torch.jit.script
+def fetch_back(to: str, x: Tensor) -> Tensor:
+    return rpc.remote(to, call_back, (to, x)).to_here()
+
+
+@torch.jit.script
+def back_and_forth(dst: str, here: str, x: Tensor):
+    first = rpc.rpc_sync(dst, call_back, (here, x))
+    return first + rpc.remote(dst, fetch_back, (here, x)).to_here()
+
+
+@torch.jit.script
+def many_back_and_forth(dst: str, here: str, x: Tensor, count: int):
+    futures: list[Future[Tensor]] = []
+    for _ in range(count):
+        futures.append(torch.jit.fork(back_and_forth, dst, here, x))
+    total = torch.zeros(2)
+    for future in futures:
+        total += future.wait()
+    return total
+
+
+@torch.jit.script
+def left_alone(dst: str, rref: RRef[list[int]]) -> None:
+    """Nobody looks at what these calls give."""
+    rpc.rpc_async(dst, append_one, (rref,))
+    rpc.remote(dst, append_one, (rref,))
+    rpc.rpc_sync(dst, append_one, (rref,))
+
+
+@torch.jit.script
 class Caller:
     def __init__(self, dst: str):
         self.dst = dst
@@ -200,6 +241,14 @@ def shadowed(remote: Tensor, rpc_sync: Tensor):
 @torch.jit.script
 def one_more(future: Future[Tensor]) -> Tensor:
     return future.wait() + 1
+
+
+@torch.jit.script
+def sum_of_futures(futures: list[Future[Tensor]]) -> Tensor:
+    total = torch.zeros(2)
+    for future in futures:
+        total += future.wait()
+    return total
 
 
 @torch.jit.ignore

@@ -75,6 +75,20 @@ def test_forks_call_too():
     assert script.forked("worker1", X).tolist() == [4, 4]
 
 
+def test_forks_that_wait_leave_torchs_threads_to_others():
+    """What they wait for needs the same few threads: each call comes back here, and waits again."""
+    forks = 4 * torch.get_num_interop_threads()
+    total = script.many_back_and_forth("worker1", "worker0", X, forks)
+    assert total.tolist() == [4 * forks, 4 * forks]
+
+
+def test_a_call_is_made_also_if_nobody_looks_at_its_result():
+    rref = rpc.remote("worker1", script.numbers_up_to, (0,))
+    script.left_alone("worker1", rref)
+    while rref.to_here() != [1, 1, 1]:
+        pass
+
+
 def test_methods_of_classes_and_modules_call():
     assert script.through_a_class("worker1", X).tolist() == [2, 2]
     module = torch.jit.script(script.CallingModule("worker2"))
@@ -106,6 +120,11 @@ def test_so_can_that_of_a_python_function_and_one_of_the_programs_own():
     own.set_result(X)
     assert script.one_more(own).tolist() == [2, 2]
     assert script.one_more_than_python("worker1", X).tolist() == [3, 3]
+
+
+def test_so_can_several():
+    futures = [rpc.rpc_async("worker1", torch.add, (X, n)) for n in range(3)]
+    assert script.sum_of_futures([*futures, script.future_of("worker1", X)]).tolist() == [8, 8]
 
 
 def test_a_failed_future_from_python_fails_the_script():

@@ -95,6 +95,17 @@ def test_a_target_that_is_no_function():
         compiled(call)
 
 
+def test_a_function_that_calls_itself(tmp_path):
+    source = """
+        from telegrad import rpc
+
+        def again(dst: str) -> int:
+            return rpc.remote(dst, again, (dst,)).to_here()
+    """
+    with pytest.raises(RuntimeError, match="called recursively"):
+        compiled(_written(tmp_path, source, "calls_itself")["again"])
+
+
 def test_a_reference_needs_a_type():
     def call(rref: rpc.RRef):
         return rref

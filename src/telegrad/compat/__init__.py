@@ -1,4 +1,4 @@
-"""The face of `torch.distributed.rpc`, `.autograd`, `.optim`, `.nn` on telegrad, and TorchScript.
+"""The face of torch's `rpc`, `autograd`, `optim` and `nn` on telegrad, and TorchScript's.
 
 `install()` puts it in the place of torch's own, in this process and in those that it starts. A
 leaf: nothing in telegrad imports it but the top, which lets TorchScript load its part.

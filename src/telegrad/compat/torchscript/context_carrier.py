@@ -13,6 +13,7 @@ from typing import Any
 
 from telegrad.autograd.context import CarriedContext, thread_context
 from telegrad.compat.torchscript.interruptions import raise_noted
+from telegrad.compat.torchscript.waiting import calling
 from telegrad.rpc.seams import NO_CONTEXT
 
 __all__ = ["carrying"]
@@ -23,10 +24,11 @@ def carrying(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            if thread_context() == NO_CONTEXT:
-                return original(self, *args, **kwargs)
-            with CarriedContext():
-                return original(self, *args, **kwargs)
+            with calling():
+                if thread_context() == NO_CONTEXT:
+                    return original(self, *args, **kwargs)
+                with CarriedContext():
+                    return original(self, *args, **kwargs)
         except RuntimeError:
             raise_noted()
             raise

@@ -26,7 +26,8 @@ PREFIX = "telegrad_script_"
 
 _numbers = itertools.count()
 generating = threading.RLock()
-"""One thread makes script code: torch's compiler is not safe for more."""
+"""One thread compiles: torch's compiler is not safe for more. Whoever takes another lock takes it
+inside of this one."""
 
 
 class Exactly:

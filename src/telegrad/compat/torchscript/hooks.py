@@ -10,6 +10,7 @@ from typing import Any
 from telegrad.compat.torchscript import operators
 from telegrad.compat.torchscript.annotations import inferring, understanding
 from telegrad.compat.torchscript.context_carrier import carrying
+from telegrad.compat.torchscript.generated import generating
 from telegrad.compat.torchscript.marks import meaning
 from telegrad.compat.torchscript.parsing import mark_calls
 from telegrad.compat.torchscript.rewriting import rewrite, rewrite_methods
@@ -36,15 +37,19 @@ def set_hooks() -> None:
     with _lock:
         if _are_set:
             return
-        for place, name in PLACES:
-            setattr(place, name, getattr(place, name).__telegrad_original__)
         operators.define()
         for name, function in operators.BUILTINS.items():
             builtins._register_builtin(function, name)
         for place, name, around in _HOOKS:
-            original = getattr(place, name)
+            original = _without_watcher(getattr(place, name))
             setattr(place, name, functools.wraps(original)(around(original)))
+        for place, name in PLACES:
+            setattr(place, name, _without_watcher(getattr(place, name)))
         _are_set = True
+
+
+def _without_watcher(function: Function) -> Function:
+    return getattr(function, "__telegrad_original__", function)
 
 
 def _parsing(original: Function) -> Function:
@@ -68,8 +73,9 @@ def _understanding_marks(resolve: Function) -> Function:
 
 def _compiling_function(original: Function) -> Function:
     def compile_(qualified_name: str, definition: Any, resolve: Function, defaults: Any) -> Any:
-        function = original(qualified_name, definition, _understanding_marks(resolve), defaults)
-        rewrite(function.graph)
+        with generating:
+            function = original(qualified_name, definition, _understanding_marks(resolve), defaults)
+            rewrite(function.graph)
         return function
 
     return compile_
@@ -79,10 +85,11 @@ def _compiling_overload(original: Function) -> Function:
     def compile_(
         qualified_name: str, declaration: Any, definition: Any, resolve: Function, *rest: Any
     ) -> Any:
-        function = original(
-            qualified_name, declaration, definition, _understanding_marks(resolve), *rest
-        )
-        rewrite(function.graph)
+        with generating:
+            function = original(
+                qualified_name, declaration, definition, _understanding_marks(resolve), *rest
+            )
+            rewrite(function.graph)
         return function
 
     return compile_
@@ -90,8 +97,9 @@ def _compiling_overload(original: Function) -> Function:
 
 def _compiling_class(original: Function) -> Function:
     def compile_(qualified_name: str, definition: Any, defaults: Any, resolve: Function) -> Any:
-        type_ = original(qualified_name, definition, defaults, _understanding_marks(resolve))
-        rewrite_methods(type_)
+        with generating:
+            type_ = original(qualified_name, definition, defaults, _understanding_marks(resolve))
+            rewrite_methods(type_)
         return type_
 
     return compile_
@@ -99,16 +107,18 @@ def _compiling_class(original: Function) -> Function:
 
 def _compiling_methods(original: Function) -> Function:
     def create(concrete_type: Any, method_stubs: Any, property_stubs: Any) -> None:
-        original(concrete_type, _with_marks(method_stubs), _with_marks(property_stubs))
-        rewrite_methods(concrete_type.jit_type)
+        with generating:
+            original(concrete_type, _with_marks(method_stubs), _with_marks(property_stubs))
+            rewrite_methods(concrete_type.jit_type)
 
     return create
 
 
 def _compiling_hooks(original: Function) -> Function:
     def create(concrete_type: Any, hook_stubs: Any, pre_hook_stubs: Any) -> None:
-        original(concrete_type, _with_marks(hook_stubs), _with_marks(pre_hook_stubs))
-        rewrite_methods(concrete_type.jit_type)
+        with generating:
+            original(concrete_type, _with_marks(hook_stubs), _with_marks(pre_hook_stubs))
+            rewrite_methods(concrete_type.jit_type)
 
     return create
 

@@ -13,7 +13,6 @@ a failure as a plain value, which is raised here.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from telegrad.compat.torchscript import at_exit
@@ -57,11 +56,25 @@ class Kind:
         self.type = type_
         self.name = name
         self.number = number
+        # Made when they are needed.
+        self._box_type: Any = None
+        self._typed: Any = None
+        self._typed_and_counted: Any = None
 
-    @functools.cached_property
-    def box_type(self) -> Any:
+    def prepare(self) -> None:
+        """Makes what calls of functions need that return this type: so that it is compiled when
+        they are, and not by the thread that calls first."""
         with generating:
-            return compiled(module_of(_BOX, T=Exactly(self.type)).Box)
+            if self._typed_and_counted is None:
+                self._typed_and_counted = self._make_typed(at_exit.converted(unpack))
+
+    @property
+    def box_type(self) -> Any:
+        if self._box_type is None:
+            with generating:
+                if self._box_type is None:
+                    self._box_type = compiled(module_of(_BOX, T=Exactly(self.type)).Box)
+        return self._box_type
 
     def box(self, value: Any) -> Any:
         """The value as one of TorchScript's, in a box.
@@ -80,16 +93,6 @@ class Kind:
             return kind_of(inferred.type()).box(value)
         return box
 
-    @functools.cached_property
-    def _typed(self) -> Any:
-        with generating:
-            return self._make_typed(unpack)
-
-    @functools.cached_property
-    def _typed_and_counted(self) -> Any:
-        with generating:
-            return self._make_typed(at_exit.converted(unpack))
-
     def _make_typed(self, unpack: Any) -> Any:
         module = module_of(_FUTURE, T=Exactly(self.type), unpack=unpack)
         module.wait_for = compiled(module.wait_for)
@@ -97,10 +100,15 @@ class Kind:
 
     def future(self, future: Any) -> Any:
         """A future of this type, which ends as the given one does."""
+        if self._typed is None:
+            with generating:
+                self._typed = self._typed or self._make_typed(unpack)
         return self._typed(future)
 
     def future_of_call(self, future: Any) -> Any:
         """The same, for the future of a call: the process does not end before its conversion."""
+        if self._typed_and_counted is None:
+            self.prepare()
         at_exit.will_convert()
         return self._typed_and_counted(future)
 

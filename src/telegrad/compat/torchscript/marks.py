@@ -25,7 +25,7 @@ __all__ = [
 CALLS = {"rpc_async": "\ue000", "rpc_sync": "\ue001", "remote": "\ue002"}
 DESTINATION = "\ue003"
 _FIRST = 0xE010
-_LAST = 0xF8FF
+_LAST = 0xF8FE
 
 _ROLES = {mark: role for role, mark in CALLS.items()}
 
@@ -92,7 +92,7 @@ def mark_function_named(name: str) -> Mark | None:
 
 def meaning(mark: str) -> Any:
     """What the compiler is to take a name for; None if it is no mark."""
-    if len(mark) != 1 or not "\ue000" <= mark <= "\uf8ff":
+    if len(mark) != 1 or not "\ue000" <= mark <= chr(_LAST):
         return None
     if mark in _ROLES:
         return getattr(sys.modules["torch.distributed.rpc"], _ROLES[mark])

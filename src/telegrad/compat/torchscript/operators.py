@@ -20,6 +20,12 @@ from telegrad.compat.torchscript.interruptions import noted
 from telegrad.compat.torchscript.kinds import kind_named, kind_of
 from telegrad.compat.torchscript.scripted import function_named, target
 from telegrad.compat.torchscript.torch_jit import library as torch_library
+from telegrad.compat.torchscript.waiting import (
+    box_made_elsewhere,
+    boxed_result,
+    done,
+    may_wait_here,
+)
 from telegrad.errors import TelegradError
 
 __all__ = ["BUILTINS", "MARK", "define"]
@@ -43,10 +49,10 @@ def define() -> None:
     for schema, function in (
         ("destination(Any dst) -> Any", _destination),
         (f"rpc_async{_CALL} -> Future(Any)", _rpc_async),
-        (f"rpc_sync{_CALL} -> Any", _rpc_sync),
+        (f"rpc_sync{_CALL} -> Future(Any)", _rpc_sync),
         (f"rpc_remote{_CALL} -> Any", _rpc_remote),
         ("typed_future(Future(Any) future, str type) -> Future(Any)", _typed_future),
-        ("rref_value(Any rref, str type, float timeout, bool is_local) -> Any", _rref_value),
+        ("rref_value(Any rref, str type, float timeout, bool is_local) -> Future(Any)", _value),
         ("rref_is_owner(Any rref) -> bool", lambda rref: rref.value.is_owner()),
         ("rref_confirmed_by_owner(Any rref) -> bool", lambda rref: rref.value.confirmed_by_owner()),
         ("rref_owner_name(Any rref) -> str", lambda rref: rref.value.owner_name()),
@@ -125,7 +131,10 @@ def _name_of(dst: Any) -> str:
 @noted
 def _rpc_sync(dst: Any, function: str, args: Any, kwargs: Any, timeout: float) -> Any:
     callee = _callee(function, args, kwargs)
-    return callee.result.box(rpc.rpc_sync(dst, callee.target, args, kwargs, timeout))
+    if may_wait_here():
+        return done(callee.result.box(rpc.rpc_sync(dst, callee.target, args, kwargs, timeout)))
+    future = rpc.rpc_async(dst, callee.target, args, kwargs, timeout)
+    return boxed_result(callee.result, future)
 
 
 def _rpc_remote(dst: Any, function: str, args: Any, kwargs: Any, timeout: float) -> Any:
@@ -145,5 +154,11 @@ def _typed_future(future: Any, type: str) -> Any:
 
 
 @noted
-def _rref_value(rref: Any, type: str, timeout: float, is_local: bool) -> Any:
-    return references.value_in_box(rref.value, type, timeout, is_local)
+def _value(rref: Any, type: str, timeout: float, is_local: bool) -> Any:
+    def make() -> Any:
+        return references.value_in_box(rref.value, type, timeout, is_local)
+
+    kind = kind_named(type)
+    if kind is None or may_wait_here() or references.is_here(rref.value):
+        return done(make())
+    return box_made_elsewhere(kind.box_type, make)

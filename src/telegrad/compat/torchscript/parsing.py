@@ -5,8 +5,9 @@ Only functions of modules that know telegrad are looked at, and in them only
 - calls of `rpc_async`, `rpc_sync` and `remote`: the called name becomes the mark of torch's
   function of that name, which the compiler knows, and the destination is marked as telegrad's. The
   result of `remote` goes through a marked function, which gives it the type that references have;
-- futures that come from Python, as an argument or from an ignored function: they go through a
-  marked function too. What they hold is a Python object, or a failure in the place of a value.
+- futures that come from Python, as an argument, in a list of them, or from an ignored function:
+  they go through a marked function too. What they hold is a Python object, or a failure in the
+  place of a value.
 
 A mark is a name of one character from Unicode's private use area. No program can write it, and no
 position in the source moves because of it.
@@ -29,7 +30,11 @@ from telegrad.compat.torchscript.torch_jit import fake_range, internal, jit_anno
 __all__ = ["mark_calls"]
 
 _OURS = ("telegrad.rpc.api", "telegrad.compat.rpc.api")
+_ITEM = "\uf8ff"  # a variable of its own
 _MISSING: Any = object()
+
+_marking: list[Any] = []
+"""Functions that are being marked: marking one may compile another."""
 
 
 def mark_calls(function: Any, tree: ast.Module) -> None:
@@ -39,15 +44,20 @@ def mark_calls(function: Any, tree: ast.Module) -> None:
     (definition,) = tree.body
     assert isinstance(definition, ast.FunctionDef)
     marker = _Marker(function, definition)
-    definition.body = [marker.visit(statement) for statement in definition.body]
+    _marking.append(function)
+    try:
+        definition.body = [marker.visit(statement) for statement in definition.body]
+    finally:
+        _marking.remove(function)
     if not _is_declaration(definition):
         definition.body[:0] = marker.entering_arguments()
 
 
 def _knows_telegrad(function: Any) -> bool:
-    if function.__module__.startswith(PREFIX):
+    if str(function.__module__).startswith(PREFIX):
         return False  # written for the compiler as it is
-    if sys.modules.get("torch.distributed.rpc", _MISSING).__name__.startswith("telegrad."):
+    rpc = sys.modules.get("torch.distributed.rpc")
+    if rpc is not None and rpc.__name__.startswith("telegrad."):
         return True  # installed: everybody does
     known = [*getattr(function, "__globals__", {}).values(), *_cells(function)]
     return any(
@@ -120,7 +130,10 @@ class _Marker(ast.NodeTransformer):
             base = base.value
         if not isinstance(base, ast.Name) or base.id in self._local_names:
             return _MISSING
-        found = self._resolve(ast.unparse(expression))
+        try:
+            found = self._resolve(ast.unparse(expression))
+        except Exception:  # noqa: BLE001 - the compiler will say what is wrong with it
+            return _MISSING
         return _MISSING if found is None else found
 
     def entering_arguments(self) -> Iterator[ast.stmt]:
@@ -128,15 +141,32 @@ class _Marker(ast.NodeTransformer):
         for argument in (*self._definition.args.args, *self._definition.args.kwonlyargs):
             if argument.annotation is None:
                 continue
-            annotation = self._resolve(ast.unparse(argument.annotation))
-            type_ = _type_of(annotation)
-            if type_ is not None and type_.kind() == "FutureType":
-                entered = _called(
-                    mark_of_entry(type_.getElementType()), _name(argument.arg, argument)
-                )
-                target = ast.Name(argument.arg, ast.Store())
-                statement = ast.Assign([target], entered)
-                yield ast.fix_missing_locations(ast.copy_location(statement, argument))
+            type_ = self._annotated(argument.annotation)
+            given: ast.expr = _name(argument.arg, argument)
+            if _is_future(type_):
+                entered: ast.expr = _called(mark_of_entry(type_.getElementType()), given)
+            elif _is_list_of_futures(type_):
+                mark = mark_of_entry(type_.getElementType().getElementType())
+                item = ast.comprehension(ast.Name(_ITEM, ast.Store()), given, [], 0)
+                entered = ast.ListComp(_called(mark, _name(_ITEM, argument)), [item])
+            else:
+                continue
+            statement = ast.Assign([ast.Name(argument.arg, ast.Store())], entered)
+            yield ast.fix_missing_locations(ast.copy_location(statement, argument))
+
+    def _annotated(self, annotation: ast.expr) -> Any:
+        try:
+            return _type_of(self._resolve(ast.unparse(annotation)))
+        except Exception:  # noqa: BLE001 - the compiler will say what is wrong with it
+            return None
+
+
+def _is_future(type_: Any) -> bool:
+    return type_ is not None and type_.kind() == "FutureType"
+
+
+def _is_list_of_futures(type_: Any) -> bool:
+    return type_ is not None and type_.kind() == "ListType" and _is_future(type_.getElementType())
 
 
 def _name(identifier: str, where: ast.AST) -> ast.Name:
@@ -164,15 +194,20 @@ def _type_of(annotation: Any) -> Any:
 
 def _returned_future(function: Any) -> Any:
     """The type in the future that an ignored Python function returns; None if it does not."""
-    if not internal.is_ignored_fn(function):
+    if not isinstance(function, types.FunctionType) or not internal.is_ignored_fn(function):
         return None
-    type_ = _type_of(getattr(function, "__annotations__", {}).get("return"))
-    return type_.getElementType() if type_ is not None and type_.kind() == "FutureType" else None
+    type_ = _type_of(function.__annotations__.get("return"))
+    return type_.getElementType() if _is_future(type_) else None
 
 
 def _result_type(function: Any) -> Any:
     """The type that a function returns; one that is not compiled yet is, as the compiler does."""
     if isinstance(function, types.FunctionType):
+        if function in _marking:
+            raise RuntimeError(
+                f"function {function.__name__!r} is called recursively, by way of another worker: "
+                "TorchScript cannot compile that"
+            )
         function = compiled(function)
     if not isinstance(function, torch.jit.ScriptFunction):
         return None

@@ -33,6 +33,7 @@ __all__ = [
     "allow_pickling",
     "boxed",
     "dumps",
+    "is_here",
     "is_reference_type",
     "loads",
     "reference_type",
@@ -48,13 +49,13 @@ class RRef:
         self._script_reference = reference
 
     def to_here(self, timeout: float = -1.0) -> T:
-        box = torch.ops.telegrad.rref_value(self._script_reference, {name!r}, timeout, False)
+        box = torch.ops.telegrad.rref_value(self._script_reference, {name!r}, timeout, False).wait()
         if torch.jit.isinstance(box, Box):
             return box.value
         raise RuntimeError("unreachable")
 
     def local_value(self) -> T:
-        box = torch.ops.telegrad.rref_value(self._script_reference, {name!r}, -1.0, True)
+        box = torch.ops.telegrad.rref_value(self._script_reference, {name!r}, -1.0, True).wait()
         if torch.jit.isinstance(box, Box):
             return box.value
         raise RuntimeError("unreachable")
@@ -244,6 +245,12 @@ def value_in_box(rref: RRef[Any], name: str, timeout: float, is_local: bool) -> 
     return kind.box(value)
 
 
+def is_here(rref: RRef[Any]) -> bool:
+    """Whether the value is there without a wait; or the error."""
+    record = rref._record
+    return isinstance(record, OwnerEntry) and record.is_done
+
+
 def _box_of_owner(entry: OwnerEntry, kind: Kind, value: Any) -> Any:
     with generating:  # two threads must not make two
         reader = entry.reader
@@ -262,7 +269,7 @@ def type_of_value(rref: RRef[Any]) -> Any:
         RRefError: there is none.
     """
     if isinstance(rref, _Returned) and type(rref) is not _Returned:
-        return next(kind.type for kind, (_, cls) in _classes.items() if cls is type(rref))
+        return next(kind.type for kind, (_, cls) in list(_classes.items()) if cls is type(rref))
     if rref.is_owner():
         return type_described(_describe_owned(rref.rref_id))
     return type_described(rpc.rpc_sync(rref.owner().id, _describe_owned, (rref.rref_id,)))

@@ -73,11 +73,15 @@ def _replace_call(graph: Any, node: Any) -> None:
             inputs.append(graph.insertConstant(-1.0))
         operator = kind.replace("prim::", "telegrad::")
         if kind == "prim::rpc_async":
+            kind_of(output.type().getElementType()).prepare()
             result = core.FutureType(core.AnyType.get())
             value = _cast(graph, _inserted(graph, operator, inputs, result, node), output.type())
         elif kind == "prim::rpc_sync":
-            box = _inserted(graph, operator, inputs, core.AnyType.get(), node)
-            value = _cast(graph, box, kind_of(output.type()).box_type)
+            box_type = kind_of(output.type()).box_type
+            kind_of(box_type).prepare()
+            future = _inserted(graph, operator, inputs, core.FutureType(core.AnyType.get()), node)
+            box = _inserted(graph, "aten::wait", [future], core.AnyType.get(), node)
+            value = _cast(graph, box, box_type)
             value = _inserted(graph, "prim::GetAttr", [value], output.type(), name="value")
         else:
             value = _inserted(graph, operator, inputs, core.AnyType.get(), node)

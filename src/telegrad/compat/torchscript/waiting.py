@@ -1,0 +1,82 @@
+"""Operators that wait for another worker, and on whose thread they may.
+
+`rpc_sync` and `to_here` wait where they are called, which is the shortest way, if that is the
+thread of the program that called the script function. A fork, or what comes after a wait, runs on
+one of torch's few threads. To wait there could end in a standstill: whatever the other worker has
+to do before it answers may need a script function here, and that needs one of those threads. So
+there the operator gives a future that is still open, and the interpreter suspends the function.
+
+In both cases the operator gives a future of a box; the graph waits for it and takes the value out.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from torch.futures import Future
+
+from telegrad.autograd.context import EnteredContext, thread_context
+from telegrad.compat.torchscript.kinds import Kind, kind_of
+from telegrad.compat.torchscript.torch_jit import core
+
+__all__ = ["box_made_elsewhere", "boxed_result", "calling", "done", "may_wait_here"]
+
+_thread = threading.local()
+
+
+class calling:
+    """For a block, this thread is in a call of a script function."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        _thread.calls = getattr(_thread, "calls", 0) + 1
+
+    def __exit__(self, *error: object) -> None:
+        _thread.calls -= 1
+
+
+def may_wait_here() -> bool:
+    """Whether this thread is the one that has called the script function."""
+    return getattr(_thread, "calls", 0) > 0
+
+
+def done(box: Any) -> Any:
+    """A future that has the box already."""
+    return core.fork(lambda: box)
+
+
+def boxed_result(kind: Kind, result: Future[Any]) -> Any:
+    """A future of the box for what a call gives."""
+    boxes: Future[Any] = Future()
+
+    def settle(result: Future[Any]) -> None:
+        _settle(boxes, lambda: kind.box(result.value()))
+
+    result.add_done_callback(settle)
+    return kind_of(kind.box_type).future_of_call(boxes)
+
+
+def box_made_elsewhere(box_type: Any, make: Callable[[], Any]) -> Any:
+    """A future of the box that `make` gives, which may wait. It runs on a thread of its own: the
+    agent's are gone when its worker is closed, and then this has to end, too."""
+    boxes: Future[Any] = Future()
+    context_id = thread_context()
+
+    def work() -> None:
+        with EnteredContext(context_id):
+            _settle(boxes, make)
+
+    threading.Thread(target=work, name="telegrad-script-wait", daemon=True).start()
+    return kind_of(box_type).future_of_call(boxes)
+
+
+def _settle(future: Future[Any], make: Callable[[], Any]) -> None:
+    try:
+        value = make()
+    except Exception as error:  # noqa: BLE001 - whoever waits gets it
+        future.set_exception(error)
+    else:
+        future.set_result(value)
