@@ -16,6 +16,7 @@ html_title = "telegrad"
 html_theme_options = {"footer_icons": []}
 html_show_copyright = False
 
+smartquotes = False  # they would change code, too
 myst_heading_anchors = 3
 default_role = "literal"  # docstrings write names as `name`
 

@@ -14,6 +14,7 @@ from torch import nn
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
+import sequences
 import state_diagrams
 from telegrad import rpc
 from telegrad.autograd import backward, context
@@ -43,6 +44,11 @@ def encode(words: torch.Tensor) -> torch.Tensor:
     return encoded
 
 
+def twice(x: torch.Tensor) -> torch.Tensor:
+    hidden = x * weight
+    return hidden + rpc.rpc_sync("worker2", torch.exp, args=(hidden,))
+
+
 def graphs() -> dict[str, str]:
     """File name → the picture of a graph that is made here and now, by three workers."""
     x = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
@@ -57,6 +63,10 @@ def graphs() -> dict[str, str]:
             backward(context_id, [loss])
             found["nested.svg"] = draw(context_id, most_boxes=4, title="a call that calls on").svg
         with context() as context_id:
+            loss = rpc.rpc_sync("worker1", twice, args=(x,)).sum()
+            backward(context_id, [loss])
+            found["waves.svg"] = draw(context_id, title="two waves on worker1").svg
+        with context() as context_id:
             used = rpc.rpc_sync("worker1", torch.mul, args=(x, 2))
             rpc.rpc_sync("worker2", torch.mul, args=(used, 3))
             loss = used.sum()
@@ -66,7 +76,7 @@ def graphs() -> dict[str, str]:
 
 
 def all_figures() -> dict[str, str]:
-    return {**graphs(), **state_diagrams.all_diagrams()}
+    return {**graphs(), **state_diagrams.all_diagrams(), **sequences.all_diagrams()}
 
 
 if __name__ == "__main__":

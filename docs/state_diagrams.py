@@ -7,13 +7,12 @@ tried in every situation that events lead to, and what happens is what is drawn.
 from __future__ import annotations
 
 import copy
-import html
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from telegrad.autograd.pass_protocol import PassControl, Reports, Standing
 from telegrad.ids import COUNTER_BITS, ForkId, RRefId
-from telegrad.observe.svg import STYLE
+from telegrad.observe.svg import document, text_at
 from telegrad.rpc.liveness import Connected, Ended, Heard, Liveness, TimePassed
 from telegrad.rpc.rref_events import Timing
 from telegrad.rpc.rref_outbox import Outbox
@@ -181,7 +180,7 @@ def draw(title: str, states: list[str], transitions: Transitions) -> str:
         most = max(len(ports.get((number, forward), ())) for forward in (True, False))
         widths.append(max(len(state) * 7.3 + 24, most * _PORT + 12))
         lefts.append(x)
-        x += widths[-1] + 34
+        x += widths[-1] + (34 if len(states) > 5 else 64)
     exits = {}
     for (number, _), found in ports.items():
         found.sort(key=lambda e, n=number: (-abs(e[0] + e[1] - 2 * n), e))
@@ -205,37 +204,15 @@ def draw(title: str, states: list[str], transitions: Transitions) -> str:
         )
         middle = (start + end) / 2
         width = max(width, middle + len(edge[2]) * _CHARACTER / 2 + 24)
-        labels.append(
-            f'<text class="label" x="{middle:.1f}" y="{y - 4:.1f}" text-anchor="middle">'
-            f"{html.escape(edge[2])}</text>"
-        )
+        labels.append(text_at(middle, y - 4, edge[2], "label", "middle"))
     for state, left, state_width in zip(states, lefts, widths, strict=True):
         parts.append(
             f'<rect class="box" x="{left:.1f}" y="{above:.1f}" width="{state_width:.1f}" '
             f'height="{_STATE_HEIGHT}" rx="6"/>'
         )
-        labels.append(
-            f'<text x="{left + state_width / 2:.1f}" y="{above + 21:.1f}" text-anchor="middle">'
-            f"{html.escape(state)}</text>"
-        )
+        labels.append(text_at(left + state_width / 2, above + 21, state, "", "middle"))
     height = below + 24
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{html.escape(title)}" '
-            f'viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" height="{height:.0f}">',
-            f"<title>{html.escape(title)}</title>",
-            f"<style>{STYLE}</style>",
-            '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" '
-            'markerHeight="8" markerUnits="userSpaceOnUse" orient="auto">'
-            '<path d="M0 0.5 L8 4 L0 7.5 z" style="fill:var(--message)"/></marker></defs>',
-            f'<rect class="ground" width="{width:.0f}" height="{height:.0f}" rx="8"/>',
-            f'<text class="small" x="24" y="26">{html.escape(title)}</text>',
-            *parts,
-            *labels,
-            "</svg>",
-            "",
-        ]
-    )
+    return document(title, width, height, [*parts, *labels])
 
 
 def _tracks(

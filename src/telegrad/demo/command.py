@@ -174,7 +174,7 @@ def _time(steps: int, numbers: Numbers) -> None:
     for number in range(_ROUNDS):
         for side in times:
             print(f"{steps} steps on {side} alone, round {number + 1} of {_ROUNDS} ...", flush=True)
-            times[side].append(run_apart(time_steps, side, steps))
+            times[side].append(run_apart(side, time_steps, side, steps))
     numbers.telegrad_step_seconds = min(times["telegrad"])
     if "torch" in times:
         numbers.torch_step_seconds = min(times["torch"])

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Sequence
 
-from telegrad.observe.svg import STYLE
+from telegrad.observe.svg import document, text_at
 
 __all__ = ["plot_losses"]
 
@@ -37,30 +36,16 @@ def plot_losses(losses: Sequence[float], title: str) -> str:
         value = top * number / 4
         x, y = place(0, value)
         parts.append(f'<path class="cut" d="M{x:.1f} {y:.1f} H{_WIDTH - _RIGHT:.1f}"/>')
-        parts.append(_text(x - 8, y + 4, f"{value:.3g}", "end"))
+        parts.append(text_at(x - 8, y + 4, f"{value:.3g}", "small", "end"))
     for number in range(5):
         step = round(last * number / 4)
         x, y = place(step, 0)
-        parts.append(_text(x, y + 18, f"{step}", "middle"))
-    parts.append(_text(_WIDTH / 2, _HEIGHT - 8, "step", "middle"))
+        parts.append(text_at(x, y + 18, f"{step}", "small", "middle"))
+    parts.append(text_at(_WIDTH / 2, _HEIGHT - 8, "step", "small", "middle"))
     thin = points[:: max(1, len(points) // _MOST_POINTS)]
     parts.append(_curve("line unused", [place(*point) for point in thin]))
     parts.append(_curve("message", [place(*point) for point in _running_mean(points)]))
-    shown = html.escape(title)
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{shown}" '
-            f'viewBox="0 0 {_WIDTH:.0f} {_HEIGHT:.0f}" width="{_WIDTH:.0f}" '
-            f'height="{_HEIGHT:.0f}">',
-            f"<title>{shown}</title>",
-            f"<style>{STYLE}</style>",
-            f'<rect class="ground" width="{_WIDTH:.0f}" height="{_HEIGHT:.0f}" rx="8"/>',
-            _text(_LEFT, 24, title, "start"),
-            *parts,
-            "</svg>",
-            "",
-        ]
-    )
+    return document(title, _WIDTH, _HEIGHT, parts)
 
 
 def _tick_above(value: float) -> float:
@@ -83,10 +68,3 @@ def _running_mean(points: Sequence[tuple[int, float]]) -> list[tuple[float, floa
 def _curve(kind: str, places: Sequence[tuple[float, float]]) -> str:
     path = " L".join(f"{x:.1f} {y:.1f}" for x, y in places)
     return f'<path class="{kind}" d="M{path}"/>'
-
-
-def _text(x: float, y: float, text: str, anchor: str) -> str:
-    return (
-        f'<text class="small" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">'
-        f"{html.escape(text)}</text>"
-    )

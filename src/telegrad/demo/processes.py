@@ -10,6 +10,7 @@ import contextlib
 import multiprocessing
 import signal
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -35,13 +36,8 @@ def joined_group(side_name: str, instrument: Any = None) -> Iterator[None]:
     Args:
         instrument: for `RpcOptions.wrap_transport`, on all workers.
     """
-    with tempfile.TemporaryDirectory(prefix="telegrad-demo-") as directory:
-        where = f"file://{directory}/store"
-        workers = [
-            _Child(name, _work, side_name, name, rank, where, instrument)
-            for rank, name in enumerate(NAMES)
-            if rank > 0
-        ]
+    rpc = side_named(side_name).rpc
+    with _started_workers(side_name, instrument) as (where, workers):
         has_joined = False
         try:
             _join(side_name, DRIVER, 0, where, instrument)
@@ -51,24 +47,63 @@ def joined_group(side_name: str, instrument: Any = None) -> Iterator[None]:
             yield
             for worker in workers:
                 worker.say("finish")
-            side_named(side_name).rpc.shutdown()
+            rpc.shutdown()
             has_joined = False
             for worker in workers:
                 worker.wait()
         finally:
+            if has_joined:
+                rpc.shutdown(graceful=False)
+
+
+def run_apart(side_name: str, function: Callable[..., Any], *args: Any) -> Any:
+    """Runs a function on the driver of a group of its own, all in other processes; returns what it
+    returns."""
+    with _started_workers(side_name, None) as (where, workers):
+        with _uninterrupted():
+            workers.append(_Child(DRIVER, _drive, side_name, where, function, args))
+        *others, driver = workers
+        for other in others:
+            other.hear()
+        value = driver.hear()
+        for other in others:
+            other.say("finish")
+        for worker in workers:
+            worker.wait()
+        return value
+
+
+@contextlib.contextmanager
+def _started_workers(side_name: str, instrument: Any) -> Iterator[tuple[str, list[_Child]]]:
+    """Where they meet, and the processes, which end with the block."""
+    with tempfile.TemporaryDirectory(prefix="telegrad-demo-") as directory:
+        where = f"file://{directory}/store"
+        workers: list[_Child] = []
+        try:
+            with _uninterrupted():
+                for rank, name in enumerate(NAMES[1:], start=1):
+                    workers.append(_Child(name, _work, side_name, name, rank, where, instrument))
+            yield where, workers
+        finally:
             for worker in workers:
                 worker.destroy()
-            if has_joined:
-                side_named(side_name).rpc.shutdown(graceful=False)
 
 
-def run_apart(function: Callable[..., Any], *args: Any) -> Any:
-    """Runs a function in a process of its own; returns what it returns."""
-    child = _Child("apart", _answer, function, args)
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C takes effect at the end of the block: a process that is started and that nobody knows
+    of yet would be left behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Ctrl-C is not for this thread
+        return
+    pressed: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
     try:
-        return child.hear()
+        yield
     finally:
-        child.destroy()
+        signal.signal(signal.SIGINT, before)
+    if pressed:
+        signal.raise_signal(signal.SIGINT)
 
 
 class _Child:
@@ -77,7 +112,9 @@ class _Child:
         starter.set_forkserver_preload(["telegrad.demo.command"])
         self._name = name
         self._line, there = starter.Pipe()
-        self._process: BaseProcess = starter.Process(target=target, args=(there, *args), name=name)
+        self._process: BaseProcess = starter.Process(
+            target=target, args=(there, *args), name=name, daemon=True
+        )
         self._process.start()
         there.close()
 
@@ -104,9 +141,6 @@ class _Child:
         if self._process.is_alive():
             self._process.join(1.0)
         if self._process.is_alive():
-            self._process.terminate()
-            self._process.join(5.0)
-        if self._process.is_alive():
             self._process.kill()
         self._process.join()
         self._process.close()
@@ -125,18 +159,18 @@ def _work(
     side_named(side_name).rpc.shutdown(graceful=word == "finish")
 
 
-def _answer(line: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _drive(
+    line: Connection, side_name: str, where: str, function: Callable[..., Any], args: Any
+) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _stop)
     try:
-        line.send(function(*args))
+        _join(side_name, DRIVER, 0, where, None)
+        value = function(*args)
     except Exception as error:  # noqa: BLE001 - told to who asked
-        line.send(RuntimeError(f"{type(error).__name__}: {error}"))
-
-
-def _stop(number: int, frame: object) -> None:
-    """Ends this process as an error would: the processes that it has started end first."""
-    raise SystemExit(1)
+        line.send(RuntimeError(f"{side_name}: {type(error).__name__}: {error}"))
+        return
+    line.send(value)
+    side_named(side_name).rpc.shutdown()
 
 
 def _join(side_name: str, name: str, rank: int, where: str, instrument: Any) -> None:

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from telegrad.demo.model import Documents, Encoder, Head, Table, Whole, make_documents
-from telegrad.demo.processes import joined_group
 from telegrad.demo.sides import Side, side_named
 
 __all__ = ["DistributedModel", "Record", "time_steps", "train_whole"]
@@ -124,14 +123,9 @@ def train_whole(documents: Documents, steps: int, kept: Collection[int]) -> Reco
 
 
 def time_steps(side_name: str, steps: int) -> float:
-    """The median time of a training step, in a group of its own."""
-    with joined_group(side_name):
-        return _time_as_driver(side_named(side_name), steps)
-
-
-def _time_as_driver(side: Side, steps: int) -> float:
+    """The median time of a training step. Runs on the driver of a group."""
     documents = make_documents(DOCUMENTS // 10, seed=5)
-    model = DistributedModel(side)
+    model = DistributedModel(side_named(side_name))
     times = []
     for step in range(_WARM_UP + steps):
         begun = time.perf_counter()

@@ -10,14 +10,14 @@ from __future__ import annotations
 import html
 import itertools
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from telegrad.autograd.boxes import Box, BoxKind, Size
 from telegrad.observe.layout import Item, Layout
 from telegrad.observe.words import details_of, message_label, title_of
 
-__all__ = ["STYLE", "render"]
+__all__ = ["document", "render", "text_at"]
 
 _CHARACTER = 7.3  # the width of one, at 12 pixels
 _SMALL_CHARACTER = 6.7  # at 11
@@ -31,7 +31,7 @@ _TRACK = 22.0  # more of it for each message on its way sideways
 _MARGIN = 16.0
 _CUT = 44.0
 
-STYLE = """
+_STYLE = """
 svg { --ground:#ffffff; --lane:#f4f6f8; --edge:#d5dbe1; --ink:#1c2530; --soft:#5b6875;
  --box:#ffffff; --line:#8a97a5; --leaf:#e3f4e7; --leafline:#3f9a5a; --root:#fff0c9;
  --rootline:#c08a00; --message:#2f6fd0; --port:#e3edfb; --bad:#c5372c; }
@@ -150,27 +150,35 @@ def render(layout: Layout, title: str) -> str:
         if shape.item.box is not None:
             _draw_box(drawing, shape, shape.item.box)
     if legend:
-        drawing.over.append(_text(_MARGIN, bottom + 26, legend, "small"))
+        drawing.over.append(text_at(_MARGIN, bottom + 26, legend, "small"))
+    return document(title, width, height, [*drawing.parts, *drawing.over])
+
+
+def document(title: str, width: float, height: float, parts: Iterable[str]) -> str:
+    """A whole picture: its parts on the ground, under a title."""
     shown = html.escape(title)
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{shown}" '
             f'viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" height="{height:.0f}">',
             f"<title>{shown}</title>",
-            f"<style>{STYLE}</style>",
-            '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" '
-            'markerHeight="8" markerUnits="userSpaceOnUse" orient="auto">'
-            '<path d="M0 0.5 L8 4 L0 7.5 z" style="fill:var(--message)"/></marker>'
-            '<marker id="tip" viewBox="0 0 6 6" refX="5" refY="3" markerWidth="6" '
-            'markerHeight="6" markerUnits="userSpaceOnUse" orient="auto">'
-            '<path d="M0 0.5 L6 3 L0 5.5 z" style="fill:var(--line)"/></marker></defs>',
+            f"<style>{_STYLE}</style>",
+            f"<defs>{_marker('head', 8, 'message')}{_marker('tip', 6, 'line')}</defs>",
             f'<rect class="ground" width="{width:.0f}" height="{height:.0f}" rx="8"/>',
-            _text(_MARGIN, 24, title, "small"),
-            *drawing.parts,
-            *drawing.over,
+            text_at(_MARGIN, 24, title, "small"),
+            *parts,
             "</svg>",
             "",
         ]
+    )
+
+
+def _marker(name: str, size: int, color: str) -> str:
+    return (
+        f'<marker id="{name}" viewBox="0 0 {size} {size}" refX="{size - 1}" refY="{size / 2:g}" '
+        f'markerWidth="{size}" markerHeight="{size}" markerUnits="userSpaceOnUse" orient="auto">'
+        f'<path d="M0 0.5 L{size} {size / 2:g} L0 {size - 0.5:g} z" style="fill:var(--{color})"/>'
+        "</marker>"
     )
 
 
@@ -334,10 +342,10 @@ def _draw_lanes(drawing: _Drawing, lanes: Sequence[_Lane], bottom: float) -> Non
             f'<rect class="lane{lost}" x="{lane.left:.1f}" y="36" width="{lane.width:.1f}" '
             f'height="{bottom - 36:.1f}" rx="8"/>'
         )
-        drawing.parts.append(_text(lane.middle, 56, lane.name, "name", "middle"))
+        drawing.parts.append(text_at(lane.middle, 56, lane.name, "name", "middle"))
         for number, line in enumerate(lane.note):
             y = 72 + 14 * number
-            drawing.parts.append(_text(lane.middle, y, line, "small bad", "middle"))
+            drawing.parts.append(text_at(lane.middle, y, line, "small bad", "middle"))
 
 
 def _draw_cut(drawing: _Drawing, layout: Layout, lanes: Sequence[_Lane], y: float) -> None:
@@ -351,7 +359,7 @@ def _draw_cut(drawing: _Drawing, layout: Layout, lanes: Sequence[_Lane], y: floa
             f'<path class="cut" d="M{lanes[0].left:.1f} {edge:.1f} H{right:.1f}"/>'
         )
     text = f"{cut.rows} rows left out: {cut.boxes} boxes, {cut.messages} messages"
-    drawing.over.append(_text(middle, y + _CUT / 2 + 4, text, "label", "middle"))
+    drawing.over.append(text_at(middle, y + _CUT / 2 + 4, text, "label", "middle"))
 
 
 def _draw_line(drawing: _Drawing, shapes: Sequence[_Shape]) -> None:
@@ -390,7 +398,7 @@ def _draw_message(drawing: _Drawing, track: _Track) -> None:
     unused = "" if is_used else " unused"
     drawing.parts.append(f'<path class="message{unused}" marker-end="url(#head)" d="{path}"/>')
     beside = upper.item.column == lower.item.column
-    label = _text(
+    label = text_at(
         track.label_at, y + (3 if beside else -5), track.label, f"label{unused}", "middle"
     )
     drawing.over.append(label)
@@ -418,7 +426,7 @@ def _draw_box(drawing: _Drawing, shape: _Shape, box: Box) -> None:
     y = shape.y + (14.5 if box.message is not None else 17.0)
     for number, line in enumerate(shape.lines):
         kind_of_text = "small" if number or box.message is not None else ""
-        drawing.parts.append(_text(shape.x, y + _LINE * number, line, kind_of_text, "middle"))
+        drawing.parts.append(text_at(shape.x, y + _LINE * number, line, kind_of_text, "middle"))
     drawing.parts.append("</g>")
 
 
@@ -432,7 +440,8 @@ def _legend(layout: Layout) -> str:
     return " · ".join(said)
 
 
-def _text(x: float, y: float, text: str, kind: str = "", anchor: str = "start") -> str:
+def text_at(x: float, y: float, text: str, kind: str = "", anchor: str = "start") -> str:
+    """Text of a kind that the style knows."""
     of_kind = f' class="{kind}"' if kind else ""
     at = "" if anchor == "start" else f' text-anchor="{anchor}"'
     return f'<text{of_kind} x="{x:.1f}" y="{y:.1f}"{at}>{html.escape(text)}</text>'
