@@ -47,6 +47,34 @@ def test_an_example_does_what_it_promises(path):
     assert re.fullmatch("(telegrad: OMP_NUM_THREADS=.*\n)?", ran.stderr)
 
 
+SPOILED = {
+    "gradient_penalty": ("dist_autograd.backward(context_id, [penalty])", "pass"),
+    "parameter_server": ("gradients[parameter] / TRAINERS", "gradients[parameter]"),
+    "pipeline": ("optimizer.step(context_id)", "pass"),
+    "reinforcement_learning": ("return move.item()", "return 0"),
+    "rnn_remote_embedding": ("optimizer.step(context_id)", "pass"),
+    "split_learning_tls": ("optimizer.step(context_id)", "pass"),
+}
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_notices_when_it_is_wrong(path, tmp_path):
+    right, wrong = SPOILED[path.stem]
+    assert right in path.read_text()
+    spoiled = tmp_path / path.name
+    spoiled.write_text(path.read_text().replace(right, wrong))
+    command = SHOWN[path.stem][0].replace(f"examples/{path.name}", str(spoiled))
+    ran = subprocess.run(
+        [sys.executable, "-m", *shlex.split(command)],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert ran.returncode == 1, ran.stdout + ran.stderr
+    assert "Traceback" not in ran.stderr  # it is its own check that fails
+
+
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_is_short(path):
     assert len(path.read_text().splitlines()) <= 110

@@ -14,7 +14,7 @@ import time
 from telegrad.cli import main
 from telegrad.testing.cluster import processes
 
-PATIENCE = 30.0
+PATIENCE = 100.0
 
 
 def is_alive(process):

@@ -283,18 +283,22 @@ def test_what_the_failed_one_said_is_shown_last(tmp_path, script):
     assert last.endswith(b"[0] ValueError: what it led to\n")
 
 
-def test_the_cause_is_named_and_not_who_fails_for_want_of_it(tmp_path, script):
+@pytest.mark.parametrize("lingers", ["until the others are gone", "for ever"])
+def test_the_cause_is_named_and_not_who_fails_for_want_of_it(tmp_path, script, lingers):
     """The worker that raises has left the group before it ends; others see that, and end first."""
-    script("""
+    until = "all(map(pathlib.Path.exists, GONE))" if lingers != "for ever" else "False"
+    script(f"""
         import os, pathlib, threading, torch
         import telegrad.rpc as rpc
 
+        GONE = [pathlib.Path("gone0"), pathlib.Path("gone2")]
+
         def linger():
-            while not (pathlib.Path("gone0").exists() and pathlib.Path("gone2").exists()):
+            while not {until}:
                 pass
 
         rank = int(os.environ["RANK"])
-        rpc.init_rpc(f"worker{rank}")
+        rpc.init_rpc(f"worker{{rank}}")
         if rank == 1:
             threading.Thread(target=linger).start()
             rpc.shutdown(graceful=False)
@@ -303,7 +307,7 @@ def test_the_cause_is_named_and_not_who_fails_for_want_of_it(tmp_path, script):
             while True:
                 rpc.rpc_sync("worker1", torch.add, args=(torch.ones(1), 1))
         finally:
-            pathlib.Path(f"gone{rank}").touch()
+            pathlib.Path(f"gone{{rank}}").touch()
     """)
     code, _, err = run(tmp_path, "-n", "3", "script.py")
     assert code == 1

@@ -204,7 +204,15 @@ class Group:
                 if slow:
                     which = ("worker " if len(slow) == 1 else "workers ") + ", ".join(slow)
                     self._tell(f"{which} did not end within {self._options.grace:g} s: killed")
+            else:
+                self._note_who_had_raised()
             signal_all(number)
+
+    def _note_who_had_raised(self) -> None:
+        now = time.monotonic()
+        for worker in self._workers:
+            if worker.code is None and not _misses_another(worker):
+                worker.had_raised = worker.last_words.complained_at(now) is not None
 
     def _is_over(self) -> bool:
         if any(worker.code is None for worker in self._workers):
@@ -234,16 +242,27 @@ class Group:
         for worker in self._workers:
             for stream in (worker.out, worker.err):
                 self._show(worker, stream, stream.finish())
-        failed = [w for w in self._workers if w.code and not w.was_asked]
         if self._interrupted_by:
             name = signal.Signals(self._interrupted_by).name
             self._tell(f"ended by {name}")
             return 128 + self._interrupted_by
-        if failed:
-            cause = min(failed, key=_blame)
+        cause = self._cause()
+        if cause is not None:
             self._accuse(cause)
             return cause.exit_code
         return 128 + signal.SIGPIPE if self._is_broken else 0
+
+    def _cause(self) -> WorkerProcess | None:
+        """Whose failure ended the run, if one's did."""
+        failed = [w for w in self._workers if w.code and not w.was_asked]
+        if failed and all(map(_misses_another, failed)):
+            # One that has raised in its main thread may be kept alive by others, and leave its
+            # group all the same. Then it was still there to be ended.
+            for worker in self._workers:
+                if worker.was_asked and worker.had_raised:
+                    worker.code = 1  # what it would have ended with
+                    failed.append(worker)
+        return min(failed, key=_blame, default=None)
 
     def _accuse(self, cause: WorkerProcess) -> None:
         others = len([w for w in self._workers if w is not cause and (w.was_asked or w.code)])

@@ -70,6 +70,7 @@ class WorkerProcess:
         self.code: int | None = None  # None while it runs; negative: the signal that killed it
         self.ended_at = 0.0
         self.was_asked = False  # to end, before it did
+        self.had_raised = False  # before it was asked
 
     @property
     def exit_code(self) -> int:
