@@ -200,6 +200,24 @@ def test_a_module_may_hold_references():
     assert torch.jit.script(HoldsReferences(rref))().tolist() == [6, 6]
 
 
+def reference_of(rref):
+    return rref
+
+
+class HoldsReferenceOfReference(torch.nn.Module):
+    def __init__(self, rref):
+        super().__init__()
+        self.rref = rref
+
+    def forward(self):
+        return self.rref.to_here().to_here()
+
+
+def test_also_references_to_references():
+    rref = rpc.remote("worker1", reference_of, (rpc.RRef(X),))
+    assert torch.jit.script(HoldsReferenceOfReference(rref))().tolist() == [1, 1]
+
+
 def test_a_remote_module_with_an_interface_is_called_from_scripts():
     module = _RemoteModule("worker1", script.Scale, (3.0,), _module_interface_cls=script.Scaling)
     assert module.forward_async(X, 2).wait().tolist() == [6, 6]

@@ -271,16 +271,29 @@ def type_of_value(rref: RRef[Any]) -> Any:
     if isinstance(rref, _Returned) and type(rref) is not _Returned:
         return next(kind.type for kind, (_, cls) in list(_classes.items()) if cls is type(rref))
     if rref.is_owner():
-        return type_described(_describe_owned(rref.rref_id))
-    return type_described(rpc.rpc_sync(rref.owner().id, _describe_owned, (rref.rref_id,)))
+        description = _describe_owned(rref.rref_id)
+    else:
+        description = rpc.rpc_sync(rref.owner().id, _describe_owned, (rref.rref_id,))
+    depth, inner = description
+    type_ = type_described(inner)
+    for _ in range(depth):
+        type_ = reference_type(type_)
+    return type_
 
 
-def _describe_owned(rref_id: tuple[int, int]) -> Any:
+def _describe_owned(rref_id: tuple[int, int]) -> tuple[int, Any]:
+    """How often the value is a reference to a reference, and the type of what is behind that."""
     entry = current_table().entry(RRefId(*rref_id))
     value = entry.wait()  # ends as the function does that makes it
     if entry.type_hint is not None:
-        return describe(jit_annotations.ann_to_type(entry.type_hint, fake_range()))
-    return describe(_inferred(value))
+        return 0, describe(jit_annotations.ann_to_type(entry.type_hint, fake_range()))
+    if not isinstance(value, RRef):
+        return 0, describe(_inferred(value))
+    if value.is_owner():
+        depth, inner = _describe_owned(value.rref_id)
+    else:
+        depth, inner = rpc.rpc_sync(value.owner().id, _describe_owned, (value.rref_id,))
+    return depth + 1, inner
 
 
 def _inferred(value: Any) -> Any:

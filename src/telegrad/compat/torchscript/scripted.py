@@ -18,6 +18,7 @@ from telegrad.errors import TelegradError
 __all__ = ["Target", "function_named", "target"]
 
 _ROOT = "__torch__"
+_MAIN = ("__main__", "__mp_main__")  # the program itself, in processes that it has spawned
 _MODULE = __name__
 _importing = threading.RLock()  # importing compiles, and torch's compiler is not safe for threads
 _functions: dict[str, Any] = {}
@@ -32,8 +33,8 @@ class Target:
         self.__name__ = qualified_name.rpartition(".")[2]
 
     def __getattr__(self, name: str) -> Target:
-        is_special = name.startswith("__") and name.endswith("__")
-        if is_special or name == "_wrapped_async_rpc_function":
+        is_special = name.startswith("__") and name.endswith("__") and name not in _MAIN
+        if is_special or name == "_wrapped_async_rpc_function":  # what others ask a function for
             raise AttributeError(name)
         longer = Target(f"{self.__qualname__}.{name}")
         return self.__dict__.setdefault(name, longer)  # type: ignore[no-any-return]

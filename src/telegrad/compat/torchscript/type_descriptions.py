@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from telegrad.compat.torchscript.generated import PREFIX
 from telegrad.compat.torchscript.torch_jit import core, state
 
 __all__ = ["describe", "type_described"]
@@ -38,8 +39,10 @@ def describe(type_: Any) -> Description:
         return kind, describe(type_.getKeyType()), describe(type_.getValueType())
     if kind == "TupleType":
         return kind, *(describe(element) for element in type_.elements())
-    if kind in ("ClassType", "InterfaceType"):
-        return kind, type_.annotation_str
+    name = type_.annotation_str
+    # The names of generated classes count them: on another worker they are others.
+    if kind in ("ClassType", "InterfaceType") and f".{PREFIX}" not in name:
+        return kind, name
     raise RuntimeError(f"a TorchScript type {type_} cannot be told to another worker")
 
 
