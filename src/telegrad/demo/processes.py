@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import signal
 import tempfile
 import threading
-import warnings
 from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -108,8 +109,7 @@ def _uninterrupted() -> Iterator[None]:
 
 class _Child:
     def __init__(self, name: str, target: Callable[..., None], *args: Any) -> None:
-        starter = multiprocessing.get_context("forkserver")
-        starter.set_forkserver_preload(["telegrad.demo.command"])
+        starter = _fork_server()
         self._name = name
         self._line, there = starter.Pipe()
         self._process: BaseProcess = starter.Process(
@@ -146,10 +146,24 @@ class _Child:
         self._process.close()
 
 
+def _fork_server() -> Any:
+    """Starts processes that have imported torch already. It begins its life deaf to Ctrl-C, which
+    would end it in the middle of its imports."""
+    starter = multiprocessing.get_context("forkserver")
+    starter.set_forkserver_preload(["telegrad.demo.command"])
+    if threading.current_thread() is threading.main_thread():
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            forkserver.ensure_running()
+        finally:
+            signal.signal(signal.SIGINT, before)
+    return starter
+
+
 def _work(
     line: Connection, side_name: str, name: str, rank: int, where: str, instrument: Any
 ) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _begin(side_name)
     _join(side_name, name, rank, where, instrument)
     try:
         line.send("ready")
@@ -162,15 +176,25 @@ def _work(
 def _drive(
     line: Connection, side_name: str, where: str, function: Callable[..., Any], args: Any
 ) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _begin(side_name)
     try:
         _join(side_name, DRIVER, 0, where, None)
         value = function(*args)
     except Exception as error:  # noqa: BLE001 - told to who asked
-        line.send(RuntimeError(f"{side_name}: {type(error).__name__}: {error}"))
-        return
-    line.send(value)
+        value = RuntimeError(f"{side_name}: {type(error).__name__}: {error}")
+    try:
+        line.send(value)
+    except OSError:
+        return  # nobody waits for it any more
     side_named(side_name).rpc.shutdown()
+
+
+def _begin(side_name: str) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if side_name == "torch":  # it tells of every connection that ends, and of its own deprecations
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 2)
+        os.close(nowhere)
 
 
 def _join(side_name: str, name: str, rank: int, where: str, instrument: Any) -> None:
@@ -178,8 +202,6 @@ def _join(side_name: str, name: str, rank: int, where: str, instrument: Any) -> 
     # Saying so avoids a warning.
     torch.sparse.check_sparse_tensor_invariants.disable()  # type: ignore[no-untyped-call]
     side = side_named(side_name)
-    if side.name == "torch":
-        warnings.showwarning = _drop_warning  # torch's own, about its own
     extra = {} if instrument is None else {"wrap_transport": instrument}
     side.rpc.init_rpc(
         name,
@@ -187,7 +209,3 @@ def _join(side_name: str, name: str, rank: int, where: str, instrument: Any) -> 
         world_size=len(NAMES),
         rpc_backend_options=side.options(init_method=where, **extra),
     )
-
-
-def _drop_warning(*parts: Any, **options: Any) -> None:
-    pass
