@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/.installed
 .PHONY: demo test lint types docs conformance bench clean
 
 demo: $(INSTALLED)
-	$(BIN)/python -m telegrad.demo $(DEMO)
+	$(BIN)/telegrad demo $(DEMO)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(TESTS)

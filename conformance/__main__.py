@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 import time
@@ -74,7 +75,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("names", nargs="*", help="parts of the names of suites or tests; all")
     parser.add_argument("--torch", action="store_true", help="run on torch's RPC: the yardstick")
-    parser.add_argument("--jobs", type=int, default=1, help="tests at a time")
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1, help="tests at a time; one per processor"
+    )
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one test")
     parser.add_argument("--repeat", type=int, default=1, help="run each test so often")
     parser.add_argument("--list", action="store_true", help="list the tests, run none")

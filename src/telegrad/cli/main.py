@@ -9,13 +9,15 @@ import sys
 from collections.abc import Sequence
 
 import telegrad
-from telegrad.cli import bench, doctor, run
+from telegrad.cli import bench, demo, doctor, run
 from telegrad.cli.command import MISUSED
 from telegrad.errors import TelegradError
 
 __all__ = ["main"]
 
-COMMANDS = {command.name: command for command in (run.COMMAND, doctor.COMMAND, bench.COMMAND)}
+COMMANDS = {
+    command.name: command for command in (demo.COMMAND, run.COMMAND, doctor.COMMAND, bench.COMMAND)
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -22,7 +22,9 @@ from telegrad.demo.training import DOCUMENTS, DistributedModel, Record, time_ste
 from telegrad.errors import TelegradError
 from telegrad.observe import Traffic, TrafficCount, draw, traffic
 
-__all__ = ["main"]
+__all__ = ["DESCRIPTION", "configure", "main", "run"]
+
+DESCRIPTION = "Trains a small model over three processes, checks its gradients and times it."
 
 _COMPARED = 10
 _ROUNDS = 2
@@ -52,16 +54,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: of the command line; by default those of this process.
     """
-    parser = argparse.ArgumentParser(
-        prog="telegrad demo",
-        description="Trains a small model over three processes, checks its gradients and times it.",
-    )
+    parser = argparse.ArgumentParser(prog="telegrad demo", description=DESCRIPTION)
+    configure(parser)
+    return run(parser.parse_args(arguments))
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the demo's arguments to a parser."""
     parser.add_argument("--out", type=Path, default=Path("telegrad-demo"), help="where files go")
     parser.add_argument("--steps", type=_positive, default=1500, help="training steps")
     parser.add_argument(
         "--timed-steps", type=_not_negative, default=200, help="of each library; 0 times nothing"
     )
-    options = parser.parse_args(arguments)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the demo as its arguments say; returns the status of its process."""
     try:
         _make_writable(options.out)
     except OSError as error:
