@@ -43,7 +43,7 @@ def where(tmp_path, monkeypatch):
         (["run", "--wrong", "train.py"], "unrecognized arguments: --wrong"),
         (["rum"], "there is no command 'rum'; did you mean 'run'?"),
         (["train.py"], "did you mean `telegrad run train.py`?"),
-        (["xyzzy"], "there is no command 'xyzzy': there are run, "),
+        (["xyzzy"], "there is no command 'xyzzy': there are demo, run, "),
     ],
 )
 def test_a_mistake_is_named_in_one_line(where, capfd, arguments, complaint):
