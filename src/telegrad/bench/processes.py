@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import pickle
+import select
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, BinaryIO
 
 import torch
 
 from telegrad.bench.calls import echo
 from telegrad.bench.harness import SIDES, Result, join_group
+from telegrad.bench.passes import forward
 
 _REPEATS = 3
 _ECHOES = 50
+_STEPS = 10
 
 
 def run() -> list[Result]:
@@ -60,11 +64,35 @@ def run() -> list[Result]:
             unit="B",
         )
     )
+    for name, body in (
+        ("64 MB of activations each way", _activation_steps),
+        ("a remote 2048-wide MLP", _layer_steps),
+    ):
+        peaks = {side: _peak(body, side) for side in ("torch", "telegrad")}
+        results.append(
+            Result(
+                name=f"peak memory of steps with {name}",
+                torch=peaks["torch"],
+                telegrad=peaks["telegrad"],
+                ratio=peaks["torch"] / peaks["telegrad"],
+                mark=1.0,
+                unit="B",
+            )
+        )
     return results
 
 
 def _forked(size: int, body: Callable[[str, str, int, int], Any], side: str) -> Any:
     """Runs `body` on `size` fresh processes; returns what rank 0 gives."""
+    with _started(size, body, side) as (_, pipe):
+        return pickle.loads(pipe.read())
+
+
+@contextlib.contextmanager
+def _started(
+    size: int, body: Callable[[str, str, int, int], Any], side: str
+) -> Iterator[tuple[list[int], BinaryIO]]:
+    """Fresh processes that run `body`, and a pipe with what rank 0 gives, pickled."""
     with tempfile.TemporaryDirectory(prefix="telegrad-bench-") as directory:
         reader, writer = os.pipe()
         pids = []
@@ -81,13 +109,28 @@ def _forked(size: int, body: Callable[[str, str, int, int], Any], side: str) -> 
                     os._exit(status)
             pids.append(pid)
         os.close(writer)
-        with os.fdopen(reader, "rb") as pipe:
-            data = pipe.read()
+        with os.fdopen(reader, "rb", buffering=0) as pipe:
+            yield pids, pipe
         for pid in pids:
             _, status = os.waitpid(pid, 0)
             if status:
                 raise RuntimeError(f"a worker of {side} ended with {status}")
-        return pickle.loads(data)
+
+
+def _peak(body: Callable[[str, str, int, int], Any], side: str) -> float:
+    """The most memory that two workers have together while `body` works, above what they have at
+    its start. It is looked at from outside, as often as that goes."""
+    with _started(2, body, side) as (pids, pipe):
+        begun = _memory_of(pids)
+        peak = 0.0
+        while not select.select([pipe], [], [], 0.0005)[0]:
+            peak = max(peak, _memory_of(pids) - begun)
+        before = pickle.loads(pipe.read())
+        return max(peak + begun - before, float(1 << 20))
+
+
+def _memory_of(pids: Sequence[int]) -> float:
+    return sum(_memory(pid) for pid in pids)
 
 
 def _life(side: str, directory: str, rank: int, size: int) -> tuple[float, float]:
@@ -132,8 +175,47 @@ def _idle_time(side: str, directory: str, rank: int, size: int) -> float:
     return used
 
 
-def _memory() -> float:
-    """Bytes of data in this process, with its share of what it shares; program text aside."""
-    with open("/proc/self/smaps_rollup", encoding="ascii") as file:
+def _activation_steps(side: str, directory: str, rank: int, size: int) -> float:
+    """Steps that send 64 MB to the other worker and back, and their gradients; returns the memory
+    of both before."""
+    join_group(side, directory, rank, size)
+    rpc, autograd = SIDES[side].rpc, SIDES[side].autograd
+    before = 0.0
+    if rank == 0:
+        x = torch.zeros(16 << 20, requires_grad=True)
+        before = _memory() + rpc.rpc_sync("worker1", _memory)
+        for _ in range(_STEPS):
+            with autograd.context() as context_id:
+                y = rpc.rpc_sync("worker1", torch.mul, args=(x, 2))
+                autograd.backward(context_id, [y.sum()])
+                autograd.get_gradients(context_id)
+                del y
+        time.sleep(0.1)  # the last look is not later than the last step
+    rpc.shutdown()
+    return before
+
+
+def _layer_steps(side: str, directory: str, rank: int, size: int) -> float:
+    """The same with a remote MLP of 2048 units: its gradients stay where they are."""
+    join_group(side, directory, rank, size)
+    rpc, autograd = SIDES[side].rpc, SIDES[side].autograd
+    before = 0.0
+    if rank == 0:
+        x = torch.ones(32, 2048)
+        rpc.rpc_sync("worker1", forward, args=(2048, x))
+        before = _memory() + rpc.rpc_sync("worker1", _memory)
+        for _ in range(_STEPS):
+            with autograd.context() as context_id:
+                y = rpc.rpc_sync("worker1", forward, args=(2048, x))
+                autograd.backward(context_id, [y.sum()])
+                del y
+        time.sleep(0.1)
+    rpc.shutdown()
+    return before
+
+
+def _memory(pid: int | str = "self") -> float:
+    """Bytes of data in a process, with its share of what it shares; program text aside."""
+    with open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as file:
         fields = dict(line.split(":", 1) for line in file if ":" in line)
     return sum(float(fields[name].split()[0]) * 1024 for name in ("Pss_Anon", "Pss_Shmem"))
