@@ -4,8 +4,8 @@ When a worker is closed at exit, its open calls fail, and their futures wake scr
 threads that are torch's. Those threads need the interpreter lock, to convert what a future holds
 and to let Python objects go. A thread that asks for it while the interpreter shuts down is ended by
 Python inside of C++, which aborts the process. So the end waits for them: until what was settled is
-converted, and then until no thread is running any more. Each of the two takes a second at most; a
-process without script calls does not wait at all.
+converted and no call of a script function is under way, and then until no thread is running any
+more. Each of the two takes ten seconds at most; a process without script calls does not wait.
 """
 
 from __future__ import annotations
@@ -17,16 +17,29 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["converted", "finish", "will_convert"]
+__all__ = ["call_begins", "call_ends", "converted", "finish", "will_convert"]
 
-_PATIENCE = 1.0
-_QUIET_LOOKS = 3
+_PATIENCE = 10.0
+_QUIET_LOOKS = 5
 _GRACE = 0.05
 _THREADS = "/proc/self/task"
 
 _lock = threading.Lock()  # guards the two counts
 _expected = 0
 _converted = 0
+_calls = 0  # of script functions, that are under way
+
+
+def call_begins() -> None:
+    global _calls
+    with _lock:
+        _calls += 1
+
+
+def call_ends() -> None:
+    global _calls
+    with _lock:
+        _calls -= 1
 
 
 def will_convert() -> None:
@@ -50,9 +63,9 @@ def converted(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 def _begin_anew() -> None:
     """A forked process has none of its parent's calls."""
-    global _expected, _converted, _lock
+    global _expected, _converted, _calls, _lock
     _lock = threading.Lock()
-    _expected = _converted = 0
+    _expected = _converted = _calls = 0
 
 
 os.register_at_fork(after_in_child=_begin_anew)
@@ -60,10 +73,10 @@ os.register_at_fork(after_in_child=_begin_anew)
 
 def finish() -> None:
     """Waits for torch's threads; the worker must have been closed."""
-    if not _expected:
+    if not _expected and not _calls:
         return
     give_up = time.monotonic() + _PATIENCE
-    while _converted < _expected and time.monotonic() < give_up:
+    while (_converted < _expected or _calls > 0) and time.monotonic() < give_up:
         time.sleep(0.0005)
     if not os.path.isdir(_THREADS):  # a system that does not tell
         time.sleep(_GRACE)
@@ -71,7 +84,7 @@ def finish() -> None:
     give_up = time.monotonic() + _PATIENCE
     quiet = 0
     while quiet < _QUIET_LOOKS and time.monotonic() < give_up:
-        time.sleep(0.001)  # lets the interpreter lock go: who waits for it runs now
+        time.sleep(0.002)  # lets the interpreter lock go: who waits for it runs now
         quiet = 0 if any(state == "R" for state in _other_threads()) else quiet + 1
 
 

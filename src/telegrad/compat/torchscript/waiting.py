@@ -18,6 +18,7 @@ from typing import Any
 from torch.futures import Future
 
 from telegrad.autograd.context import EnteredContext, thread_context
+from telegrad.compat.torchscript import at_exit
 from telegrad.compat.torchscript.kinds import Kind, kind_of
 from telegrad.compat.torchscript.torch_jit import core
 
@@ -33,8 +34,10 @@ class calling:
 
     def __enter__(self) -> None:
         _thread.calls = getattr(_thread, "calls", 0) + 1
+        at_exit.call_begins()
 
     def __exit__(self, *error: object) -> None:
+        at_exit.call_ends()
         _thread.calls -= 1
 
 
