@@ -125,7 +125,7 @@ def _peak(body: Callable[[str, str, int, int], Any], side: str) -> float:
         peak = 0.0
         while not select.select([pipe], [], [], 0.0005)[0]:
             peak = max(peak, _memory_of(pids) - begun)
-        before = pickle.loads(pipe.read())
+        before: float = pickle.loads(pipe.read())
         return max(peak + begun - before, float(1 << 20))
 
 

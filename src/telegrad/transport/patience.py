@@ -55,6 +55,10 @@ class Patience:
         self._rest = _FIRST_REST
         self._resting = 0  # how many waits to let pass without looking
 
+    @property
+    def is_on(self) -> bool:
+        return self._window > 0
+
     def look(self, attempt: Callable[[], int]) -> int:
         """Tries `attempt` until it gives something other than 0, or the moment is over."""
         if not self._window:

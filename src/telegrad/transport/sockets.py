@@ -40,6 +40,7 @@ _MOST_PARTS = 512  # of one gather-write; IOV_MAX is 1024
 _MOST_DESCRIPTORS = 64  # in one message; the kernel's limit is 253
 _FIRST_STEP = 1 << 20  # a body grows as its bytes come: nothing is allocated on a header's word
 _ANCILLARY = socket.CMSG_SPACE(_MOST_DESCRIPTORS * array.array("i").itemsize)
+_REST_SECONDS = 100e-6
 _NEW_SEGMENT = 1  # in a buffer's descriptor: its segment's file descriptor comes with this frame
 
 
@@ -164,7 +165,9 @@ class SocketConnection:
             self._ahead[: len(pending)] = pending
             self._start, self._end = 0, len(pending)
         while self._end - self._start < needed:
-            self._end += self._read_into(self._ahead[self._end :])
+            is_begun = self._end > self._start
+            read = self._read_rest if is_begun else self._read_into
+            self._end += read(self._ahead[self._end :])
 
     def _take(self, length: int) -> bytes:
         if length <= self._end - self._start:
@@ -186,7 +189,7 @@ class SocketConnection:
         target[:ahead] = self._ahead[self._start : self._start + ahead]
         self._start += ahead
         while ahead < len(target):
-            ahead += self._read_into(target[ahead:])
+            ahead += self._read_rest(target[ahead:])
 
     def _buffer(self, length: int, segment: int, note: int) -> Any:
         if segment:
@@ -221,24 +224,43 @@ class SocketConnection:
         self.reads += 1
         return count
 
+    def _read_rest(self, target: memoryview) -> int:
+        """Reads more of a message of which a part is here. The rest is mostly just being written:
+        who goes to sleep for it is woken at once, which takes longer than the writing."""
+        if self._patience.is_on:
+            end = time.perf_counter() + _REST_SECONDS
+            while time.perf_counter() < end:
+                count = self._try_read(target)
+                if count > 0:
+                    return count
+                if count:
+                    break
+        return self._read_into(target)
+
     def _look(self) -> int:
         """Reads what is there, without waiting, when nothing is ahead; 0 if nothing is."""
+        count = self._try_read(self._ahead)
+        if count > 0:
+            self._start, self._end = 0, count
+        return count
+
+    def _try_read(self, target: memoryview) -> int:
+        """Reads without waiting; 0 if nothing is there, -1 if it has ended: the next read tells."""
         try:
             if self._memory is not None:
                 count, ancillary, _, _ = self._socket.recvmsg_into(
-                    [self._ahead], _ANCILLARY, socket.MSG_DONTWAIT
+                    [target], _ANCILLARY, socket.MSG_DONTWAIT
                 )
                 if ancillary:
                     self._keep_descriptors(ancillary)
             else:
-                count = self._socket.recv_into(self._ahead, 0, socket.MSG_DONTWAIT)
+                count = self._socket.recv_into(target, 0, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return 0
         except OSError:
-            return -1  # it has ended: the next read tells
+            return -1
         if not count:
             return -1
-        self._start, self._end = 0, count
         self.reads += 1
         return count
 
@@ -325,6 +347,8 @@ class TlsConnection(SocketConnection):
             raise ConnectionClosed("the other end closed the connection")
         self.reads += 1
         return count
+
+    _read_rest = _read_into
 
     def _complete(self, step: Callable[[], int]) -> int:
         """Takes a step as soon as it can be taken, within the timeout."""
