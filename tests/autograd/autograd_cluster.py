@@ -75,6 +75,9 @@ class SimulatedMessenger:
         assert kind not in self.handlers
         self.handlers[kind] = handler
 
+    def offer(self, kind, take):
+        pass
+
     def watch_losses(self, callback):
         self.watchers.append(callback)
 

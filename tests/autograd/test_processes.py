@@ -313,3 +313,15 @@ def test_data_parallel_trainers_on_one_server(tmp_path):
     ]
     for trainer in trainers:
         trainer.wait()
+
+
+def test_the_end_of_a_context_rides_with_the_next_call(monkeypatch):
+    releases = dist_autograd._engine()._releases
+    monkeypatch.setattr(releases, "_seconds", 3600.0)  # no message of its own comes in between
+    releases.send()
+    for _ in range(3):
+        with dist_autograd.context():
+            rpc.rpc_sync("worker1", programs.layer, ("worker1", leaf("x")))
+            assert rpc.rpc_sync("worker1", programs.counts) == (0, 1)
+        assert rpc.rpc_sync("worker1", programs.counts) == (0, 0)
+    releases.send()  # forgets the timer of an hour

@@ -1,8 +1,9 @@
 """Ids for other workers, sent together a moment later.
 
 The end of a context is no urgent news, and training loops end one with every step. A message for
-each would take a peer's time from the next step's call; gathered for a few milliseconds they cost
-next to nothing.
+each would take a peer's time from the next step's call. So they ride along with that call, which
+also has the memory of the last step free for the next; what has found no call within a few
+milliseconds is sent by itself.
 """
 
 from __future__ import annotations
@@ -47,9 +48,23 @@ class Gathered:
         with self._lock:
             self._ids.setdefault(worker, []).append(id_)
             if self._timer is None:
-                self._timer = messenger.call_later(
-                    self._seconds, lambda: messenger.run_aside(self.send)
-                )
+                self._timer = messenger.call_later(self._seconds, self._time_is_up)
+
+    def take(self, worker: int) -> tuple[int, ...] | None:
+        """What is there for a worker, to be sent by who takes it."""
+        if worker not in self._ids:
+            return None
+        with self._lock:
+            ids = self._ids.pop(worker, None)
+        return None if ids is None else tuple(ids)
+
+    def _time_is_up(self) -> None:
+        with self._lock:
+            if not self._ids:
+                self._timer = None
+                return
+        assert self._messenger is not None  # else nothing was gathered
+        self._messenger.run_aside(self.send)
 
     def send(self) -> None:
         """Sends what is there now."""

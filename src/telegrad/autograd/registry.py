@@ -76,6 +76,7 @@ class ContextRegistry:
         if messenger is not None:
             messenger.handle(Kind.CONTEXT_RELEASE, self._release_told)
             messenger.handle(Kind.CONTEXT_RELEASED, self._release_acknowledged)
+            messenger.offer(Kind.CONTEXT_RELEASE, self._releases.take)
 
     # What the public face asks
 

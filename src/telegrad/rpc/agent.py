@@ -45,6 +45,7 @@ __all__ = ["Agent", "AsyncCall", "checked_future", "name_in"]
 
 _log = logging.getLogger("telegrad.rpc")
 
+_RIDER_HEAD = struct.Struct("<BI")  # kind, length
 _CALL_HEAD = struct.Struct("<H")  # length of the function's name; 0: the function is in the payload
 
 _HEAD_ROOM = 4096  # of a body, for what stands in front of the payload
@@ -99,6 +100,7 @@ class Agent:
         self._thread = threading.local()
         self._handlers: dict[Kind, Handler] = {}
         self._rescues: dict[Kind, Rescue] = {}
+        self._riders: list[tuple[Kind, Callable[[int], Any]]] = []
         self._frame_handlers: dict[Kind, FrameHandler] = {}
         self._call_ids = itertools.count(1)
         # Work begun and ended here, for a graceful shutdown.
@@ -125,6 +127,14 @@ class Agent:
         head, encoded, context, message = self.pack_call(to, func, args, kwargs)
         peer = self.network.peer(to)
         seconds = self.rpc_timeout if timeout is None else timeout
+        flags = 0
+        for kind, take in self._riders:
+            rider = take(to)
+            if rider is not None:
+                flags = Flags.RIDER
+                payload = self.codec.encode(rider, to).payload
+                head = _RIDER_HEAD.pack(kind, len(payload)) + payload + head
+                break  # there is room for one
         frame = peer.exchange(
             Kind.CALL,
             context,
@@ -133,6 +143,7 @@ class Agent:
             encoded.buffers,
             seconds or None,
             lambda: f"the call of {describe_function(func)}",
+            flags,
         )
         return self._result(to, frame)
 
@@ -344,6 +355,9 @@ class Agent:
         self._frame_handlers[kind] = handler
         self._call_offsets[kind] = call_offset
 
+    def offer(self, kind: Kind, take: Callable[[int], Any]) -> None:
+        self._riders.append((kind, take))
+
     def watch_losses(self, callback: Callable[[int, str], None]) -> None:
         self.network.watch_losses(callback)
 
@@ -362,6 +376,8 @@ class Agent:
             self._begun.add()
         deferred: Future[Any] | None = None
         try:
+            if frame.flags & Flags.RIDER:
+                self._serve_rider(source, frame)
             handler = self._frame_handlers.get(frame.kind)
             if handler is not None:
                 handler(source, frame, send)
@@ -381,6 +397,17 @@ class Agent:
             deferred.add_done_callback(partial(self._answer_deferred, source, frame, send))
         elif counted:
             self._ended.add()
+
+    def _serve_rider(self, source: int, frame: Frame) -> None:
+        """Handles the message that rides in front of another, and leaves only that one."""
+        number, length = _RIDER_HEAD.unpack_from(frame.body)
+        end = _RIDER_HEAD.size + length
+        payload, frame.body = frame.body[_RIDER_HEAD.size : end], frame.body[end:]
+        kind = Kind(number)
+        try:
+            self._handlers[kind](source, self.codec.decode(payload))
+        except Exception as error:  # noqa: BLE001 - nobody is there to raise it to
+            self._post_failed(source, kind, payload, error)
 
     def _serve_conversation(self, source: int, frame: Frame, send: Send) -> None:
         def post(kind: Kind, payload: bytes) -> None:

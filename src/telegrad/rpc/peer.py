@@ -117,6 +117,7 @@ class Peer:
         buffers: Sequence[memoryview],
         timeout: float | None,
         what: Callable[[], str],
+        flags: int = 0,
     ) -> Frame:
         """Sends a request and waits for its reply, on this thread.
 
@@ -127,7 +128,7 @@ class Peer:
         number = next(self._numbers)
         try:
             lane.set_timeout(timeout)
-            lane.send(kind, 0, number, context_id, message_id, body, buffers)
+            lane.send(kind, flags, number, context_id, message_id, body, buffers)
             frame = lane.receive()
             while frame.call_id != number:
                 frame = lane.receive()

@@ -85,6 +85,14 @@ class Messenger(Protocol):
         the sender counts as lost, which ends every wait.
         """
 
+    def offer(self, kind: Kind, take: Callable[[int], Any]) -> None:
+        """Lets small messages ride along with calls that go to the same worker anyway.
+
+        Args:
+            take: asked with the worker's id before a call leaves; returns the body of a post, or
+                None. It must be fast. What it gives is lost if the call cannot be sent.
+        """
+
     def watch_losses(self, callback: Callable[[int, str], None]) -> None:
         """`callback(worker_id, reason)` runs once for each worker that is lost, on a thread of its
         own. A worker that comes back under its id is told apart by nobody: it may be lost again."""

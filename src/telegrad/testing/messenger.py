@@ -248,6 +248,9 @@ class SimulatedMessenger:
     def handle(self, kind: Kind, handler: Handler, rescue: Rescue | None = None) -> None:
         self._handlers[kind] = handler
 
+    def offer(self, kind: Kind, take: Callable[[int], Any]) -> None:
+        """Nothing rides here: it has no calls."""
+
     def watch_losses(self, callback: Callable[[int, str], None]) -> None:
         self.watchers.append(callback)
 

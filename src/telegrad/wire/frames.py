@@ -87,6 +87,8 @@ class Flags(IntEnum):
     """A post: the sender waits for nothing but, on a lane, a receipt."""
     CONVERSATION = 2
     """A post whose sender waits: what is posted back to it travels in the receipt."""
+    RIDER = 4
+    """The body begins with another message, a post, which is handled first."""
 
 
 class Header(NamedTuple):
