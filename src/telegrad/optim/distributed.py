@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -87,10 +88,17 @@ class DistributedOptimizer:
                 "step() takes the id of an autograd context, and no closure: a closure would have "
                 "to run forward and backward through all workers; do that before each step()"
             )
-        wait_for_all(
-            "step",
-            {owner: local.rpc_async().step(context_id) for owner, local in self._by_owner.items()},
-        )
+        others = dict(self._by_owner)
+        # One step this thread takes itself, or waits for on its own connection: no other thread
+        # has to be woken for it.
+        owner = next((owner for owner in others if others[owner].is_owner()), [*others][-1])
+        local = others.pop(owner)
+        futures = {other: others[other].rpc_async().step(context_id) for other in others}
+        if local.is_owner():
+            step = partial(local.local_value().step, context_id)
+        else:
+            step = partial(local.rpc_sync().step, context_id)
+        wait_for_all("step", futures, {owner: step})
 
     def state_dict(self) -> dict[str, Any]:
         """The state of each owner's optimizer, by the owner's name."""

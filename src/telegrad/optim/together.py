@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch.futures import Future
@@ -12,11 +12,16 @@ from telegrad.errors import RemoteError, RpcTimeout, WorkerLost
 __all__ = ["wait_for_all"]
 
 
-def wait_for_all(what: str, futures: Mapping[str, Future[Any]]) -> dict[str, Any]:
+def wait_for_all(
+    what: str,
+    futures: Mapping[str, Future[Any]],
+    meanwhile: Mapping[str, Callable[[], Any]] | None = None,
+) -> dict[str, Any]:
     """The results by worker; waits for all, also if one fails.
 
     Args:
         what: for the message: "step", say.
+        meanwhile: what this thread does itself before it waits, by the worker that it concerns.
 
     Raises:
         RpcTimeout, WorkerLost: a worker did not answer.
@@ -24,9 +29,10 @@ def wait_for_all(what: str, futures: Mapping[str, Future[Any]]) -> dict[str, Any
     """
     results: dict[str, Any] = {}
     errors: dict[str, Exception] = {}
-    for worker, future in futures.items():
+    waits = {worker: future.wait for worker, future in futures.items()}
+    for worker, result in {**(meanwhile or {}), **waits}.items():
         try:
-            results[worker] = future.wait()
+            results[worker] = result()
         except Exception as error:  # noqa: BLE001 - raised below, once all have ended
             errors[worker] = error
     if not errors:
