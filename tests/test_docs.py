@@ -113,7 +113,7 @@ def test_every_environment_variable_is_listed():
         pattern = r"environ(?:\.get\(|\[)[\"'](\w+)[\"']"
         read.update(re.findall(pattern, path.read_text(encoding="utf-8")))
     listed = set(re.findall(r"`([A-Z_]+)`", reference("environment.md")))
-    assert read == listed - {"RANK"}  # which torch's own rendezvous reads
+    assert read == listed
 
 
 def test_the_table_of_speed_in_the_readme_is_that_of_the_benchmarks():

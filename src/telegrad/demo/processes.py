@@ -13,7 +13,7 @@ import signal
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -147,16 +147,17 @@ class _Child:
 
 
 def _fork_server() -> Any:
-    """Starts processes that have imported torch already. It begins its life deaf to Ctrl-C, which
-    would end it in the middle of its imports."""
+    """Starts processes that have imported torch already. It must be deaf to Ctrl-C, which would end
+    it in the middle of its imports: it inherits the blocked signal. Here the signal is only held
+    back for that moment, not lost."""
     starter = multiprocessing.get_context("forkserver")
     starter.set_forkserver_preload(["telegrad.demo.command"])
-    if threading.current_thread() is threading.main_thread():
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        try:
-            forkserver.ensure_running()
-        finally:
-            signal.signal(signal.SIGINT, before)
+    resource_tracker.ensure_running()  # before: when it starts, it unblocks the signal
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return starter
 
 
