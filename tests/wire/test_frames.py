@@ -21,6 +21,8 @@ from telegrad.wire.frames import (
     Kind,
     Limits,
     pack_header,
+    pack_rider,
+    split_rider,
     unpack_header,
 )
 from telegrad.wire.memory import BufferPool
@@ -220,3 +222,14 @@ def test_a_smaller_limit_holds():
 def test_shared_memory_that_was_not_agreed_on_is_refused():
     _, error = receive_all(header(buffers=1) + BUFFER.pack(10, 3, 1))
     assert "not agreed on" in str(error)
+
+
+def test_a_message_may_ride_in_front_of_a_body():
+    body = pack_rider(Kind.CONTEXT_RELEASE, b"news") + b"a call"
+    assert split_rider(body) == (Kind.CONTEXT_RELEASE, b"news", b"a call")
+
+
+@pytest.mark.parametrize("body", [b"", b"\x2e\x09", b"\x2e\xff\x00\x00\x00x", b"\x00" * 9])
+def test_a_rider_that_is_none_is_an_error(body):
+    with pytest.raises(ProtocolError, match="rides with"):
+        split_rider(body)

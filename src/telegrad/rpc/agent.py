@@ -38,14 +38,13 @@ from telegrad.rpc.seams import NO_CONTEXT, Handler, Recorder, Rescue, Timer
 from telegrad.rpc.worker_info import WorkerInfo
 from telegrad.transport.base import ConnectionClosed, TransportTimeout
 from telegrad.wire.codec import Codec, Encoded
-from telegrad.wire.frames import Flags, Frame, Kind
+from telegrad.wire.frames import Flags, Frame, Kind, pack_rider, split_rider
 from telegrad.wire.references import function_named, name_of
 
 __all__ = ["Agent", "AsyncCall", "checked_future", "name_in"]
 
 _log = logging.getLogger("telegrad.rpc")
 
-_RIDER_HEAD = struct.Struct("<BI")  # kind, length
 _CALL_HEAD = struct.Struct("<H")  # length of the function's name; 0: the function is in the payload
 
 _HEAD_ROOM = 4096  # of a body, for what stands in front of the payload
@@ -132,8 +131,7 @@ class Agent:
             rider = take(to)
             if rider is not None:
                 flags = Flags.RIDER
-                payload = self.codec.encode(rider, to).payload
-                head = _RIDER_HEAD.pack(kind, len(payload)) + payload + head
+                head = pack_rider(kind, self.codec.encode(rider, to).payload) + head
                 break  # there is room for one
         frame = peer.exchange(
             Kind.CALL,
@@ -400,10 +398,7 @@ class Agent:
 
     def _serve_rider(self, source: int, frame: Frame) -> None:
         """Handles the message that rides in front of another, and leaves only that one."""
-        number, length = _RIDER_HEAD.unpack_from(frame.body)
-        end = _RIDER_HEAD.size + length
-        payload, frame.body = frame.body[_RIDER_HEAD.size : end], frame.body[end:]
-        kind = Kind(number)
+        kind, payload, frame.body = split_rider(frame.body)
         try:
             self._handlers[kind](source, self.codec.decode(payload))
         except Exception as error:  # noqa: BLE001 - nobody is there to raise it to

@@ -41,7 +41,7 @@ from telegrad.transport.base import (
     Transport,
     TransportTimeout,
 )
-from telegrad.wire.frames import Frame, Kind
+from telegrad.wire.frames import Flags, Frame, Kind, split_rider
 
 __all__ = ["Fault", "Faults"]
 
@@ -251,6 +251,13 @@ class _FaultyConnection:
         body: Sequence[bytes | memoryview] = (),
         buffers: Sequence[memoryview] = (),
     ) -> None:
+        if flags & Flags.RIDER and body:
+            rider, _, rest = split_rider(b"".join(body))
+            fate = self._faults.fate_of(rider)
+            if fate is not None and fate.action == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if fate is not None and fate.action == "drop":
+                flags, body = flags & ~Flags.RIDER, [rest]
         fault = self._faults.fate_of(kind)
         action = None if fault is None else fault.action
         if action == "drop":

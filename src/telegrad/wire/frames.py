@@ -31,6 +31,8 @@ __all__ = [
     "Kind",
     "Limits",
     "pack_header",
+    "pack_rider",
+    "split_rider",
     "unpack_header",
 ]
 
@@ -89,6 +91,31 @@ class Flags(IntEnum):
     """A post whose sender waits: what is posted back to it travels in the receipt."""
     RIDER = 4
     """The body begins with another message, a post, which is handled first."""
+
+
+_RIDER_HEAD = struct.Struct("<BI")  # kind, length
+
+
+def pack_rider(kind: Kind, payload: bytes) -> bytes:
+    """A message that is to ride in front of a body."""
+    return _RIDER_HEAD.pack(kind, len(payload)) + payload
+
+
+def split_rider(body: bytes) -> tuple[Kind, bytes, bytes]:
+    """The kind and payload of the message that rides in front, and the body that is left.
+
+    Raises:
+        ProtocolError: there is none.
+    """
+    try:
+        number, length = _RIDER_HEAD.unpack_from(body)
+        kind = Kind(number)
+    except (struct.error, ValueError) as error:
+        raise ProtocolError(f"a message says that another rides with it: {error}") from None
+    start, end = _RIDER_HEAD.size, _RIDER_HEAD.size + length
+    if end > len(body):
+        raise ProtocolError("a message that rides with another is longer than both")
+    return kind, body[start:end], body[end:]
 
 
 class Header(NamedTuple):

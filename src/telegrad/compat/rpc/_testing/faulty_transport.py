@@ -18,7 +18,7 @@ from telegrad.compat.rpc.internal import builtin_name
 from telegrad.compat.torchscript.scripted import Target
 from telegrad.rpc.remote import REMOTE_HEAD
 from telegrad.transport.base import Connection, ConnectionClosed, Listener, Transport
-from telegrad.wire.frames import Flags, Frame, Kind
+from telegrad.wire.frames import Flags, Frame, Kind, split_rider
 from telegrad.wire.references import function_named
 
 __all__ = ["FaultPlan", "FaultyTransport", "call_kind"]
@@ -127,7 +127,15 @@ class _FaultyConnection:
         body: Sequence[bytes | memoryview] = (),
         buffers: Sequence[memoryview] = (),
     ) -> None:
-        names = _names(kind, body)
+        if flags & Flags.RIDER and body:
+            # Upstream has no such thing: it is lost as the message would be that it stands for.
+            rider, payload, rest = split_rider(b"".join(body))
+            rider_names = _NAMES.get(rider, ())
+            names = _names(kind, [rest])
+            if rider_names and self._plan.loses(rider_names, rider.to_bytes(1, "little") + payload):
+                flags, body = flags & ~Flags.RIDER, [rest]
+        else:
+            names = _names(kind, body)
         if names and self._plan.loses(names, kind.to_bytes(1, "little") + b"".join(body)):
             if flags & Flags.NO_ANSWER:
                 self._owed.append(Frame(Kind.RECEIPT, 0, call_id, -1, -1, b""))
