@@ -222,8 +222,9 @@ def test_attach_gives_history() -> None:
     seen: list[torch.Tensor] = []
 
     def attach(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        assert not any(tensor.requires_grad for tensor in tensors)
         seen.extend(tensors)
-        return [tensor * 1 for tensor in tensors]
+        return [tensor.requires_grad_() * 1 for tensor in tensors]
 
     leaf = torch.randn(3, requires_grad=True)
     parameter = nn.Parameter(torch.randn(2))
@@ -326,7 +327,7 @@ def test_subclasses_keep_type_attributes_and_grad() -> None:
     assert arrived.requires_grad
     assert arrived.is_leaf
     assert torch.equal(arrived, tensor)
-    with_history = send(tensor, lambda tensors: [t * 1 for t in tensors])
+    with_history = send(tensor, lambda tensors: [t.requires_grad_() * 1 for t in tensors])
     assert type(with_history) is Tagged
     assert with_history.grad_fn is not None
     assert with_history.tag == {"unit": "m"}

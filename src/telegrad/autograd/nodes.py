@@ -205,16 +205,16 @@ def recv_history(
     message_id: int, source: int, tensors: Sequence[torch.Tensor]
 ) -> tuple[Any, torch.Tensor, list[torch.Tensor]]:
     """One recv node over `tensors`: the node, its token, and the tensors with their new history."""
-    fresh: list[torch.Tensor] = []
-    for tensor in tensors:
+    for number, tensor in enumerate(tensors):
         # An output must be a tensor of its own: not one with a history, not one listed twice.
-        is_taken = tensor.requires_grad or any(tensor is other for other in fresh)
-        fresh.append(tensor.detach() if is_taken else tensor)
+        if tensor.requires_grad or (number and any(tensor is t for t in tensors[:number])):
+            tensors = [tensor.detach() for tensor in tensors]
+            break
     if torch.is_grad_enabled():
-        *outputs, token = _apply_recv(_trigger, fresh)
+        *outputs, token = _apply_recv(_trigger, tensors)
     else:
         with torch.enable_grad():
-            *outputs, token = _apply_recv(_trigger, fresh)
+            *outputs, token = _apply_recv(_trigger, tensors)
     node: Any = token.grad_fn
     node.received = Received(message_id, source, len(outputs))
     node.outputs = [weakref.ref(output) for output in outputs]

@@ -188,8 +188,10 @@ class ContextRegistry:
         self, context_id: int, message_id: int, source: int, tensors: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
         context = self._meet(context_id, source)
-        if context is None or not tensors:
-            return list(tensors)
+        if context is None:
+            return [tensor.requires_grad_() for tensor in tensors]
+        if not tensors:
+            return []
         node, token, outputs = recv_history(message_id, source, tensors)
         context.recvs[message_id] = (node, token)
         return outputs

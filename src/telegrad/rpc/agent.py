@@ -166,7 +166,7 @@ class Agent:
     ) -> tuple[bytes, Encoded, int, int]:
         name = name_of(func)
         if name is not None and len(name) < _HEAD_ROOM // 2:
-            encoded = self.codec.encode((args, kwargs or None), to, labels=("args", "kwargs"))
+            encoded = self.codec.encode_arguments(args, kwargs, to)
             head = _CALL_HEAD.pack(len(name)) + name
         else:
             encoded = self.codec.encode(

@@ -123,7 +123,8 @@ class Recorder(Protocol):
     def record_receive(
         self, context_id: int, message_id: int, source: int, tensors: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """The message has arrived here: gives each of `tensors` (all require grad) its history.
+        """The message has arrived here: gives each of `tensors` its history. They required grad where
+        it was sent, and do no more.
 
         Returns:
             the tensors to put in their places, in the same order.

@@ -52,6 +52,9 @@ class SocketConnection:
     ) -> None:
         self._socket = sock
         self._patience = Patience(busy_wait)
+        poller = select.poll()
+        poller.register(sock, select.POLLIN)
+        self._poll = poller.poll
         self._pool = pool
         self._limits = limits
         self._ahead = memoryview(bytearray(_READ_AHEAD))
@@ -239,6 +242,8 @@ class SocketConnection:
 
     def _look(self) -> int:
         """Reads what is there, without waiting, when nothing is ahead; 0 if nothing is."""
+        if not self._poll(0):
+            return 0
         count = self._try_read(self._ahead)
         if count > 0:
             self._start, self._end = 0, count

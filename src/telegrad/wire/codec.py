@@ -2,7 +2,9 @@
 
 A value is pickled by the C pickler; its tensors go into a table in front of the stream, and their
 memory, where it is large, beside the payload as raw buffers: never through pickle, never copied on
-this side. A value without tensors is a bare pickle.
+this side. A value without tensors is a bare pickle. What most calls of a training step consist of
+needs no pickle at all: small tensors as the arguments, a small tensor as the result, gradients.
+The first byte of a payload says which of these it is.
 
 What is trusted: the stream, since peers have proved the cluster's secret and may run any function
 anyway. What is not: the table, whose every number is checked, because a mistake in it would be
@@ -13,19 +15,21 @@ from __future__ import annotations
 
 import pickle
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from telegrad.errors import ProtocolError, SerializationError, TelegradError
 from telegrad.wire.culprit import describe_type, locate, missing_global
 from telegrad.wire.frames import Limits
 from telegrad.wire.packing import pack
 from telegrad.wire.pickler import Reducer, ValuePickler
+from telegrad.wire.small import pack_small, unpack_small
 from telegrad.wire.tensors import MAGIC, is_plain
-from telegrad.wire.unpacking import unpack
+from telegrad.wire.unpacking import Attach, give_grad, unpack
 
 __all__ = ["Codec", "Encoded", "Packet", "Reducer", "head_of_packet"]
 
@@ -34,10 +38,23 @@ _loads = pickle.loads
 # large value is not worth keeping.
 _POOLED_BYTES = 64 * 1024
 
+# The first byte of a payload; that of a bare pickle is 0x80, that of a table and a pickle is MAGIC.
+_SMALL = 0x53  # "S": a table of small tensors and a pickle
+_TENSOR = 0x56  # "V": such a table, of the one tensor that is the value
+_ARGUMENTS = 0x41  # "A": such a table, of the tensors that are a call's only arguments
+_BYTES = 0x42  # "B": bytes
+_PLAIN_PACKET = 0x47  # "G": a packet's head and a table
+_PICKLED_PACKET = 0x48  # "H": a packet's head and a value
+_SMALL_PACKET = 0x49  # "I": a packet's head and a table of small tensors
+_PACKETS = (_PLAIN_PACKET, _PICKLED_PACKET, _SMALL_PACKET)
+_PICKLE = 0x80
+_SMALL_TABLES = (_SMALL, _TENSOR, _ARGUMENTS)
+
+_SMALL_TAG, _TENSOR_TAG, _ARGUMENTS_TAG, _BYTES_TAG = (
+    bytes([tag]) for tag in (_SMALL, _TENSOR, _ARGUMENTS, _BYTES)
+)
 _PACKET = struct.Struct("<BI")  # kind, length of the head
-_PLAIN_PACKET, _PICKLED_PACKET = 0x47, 0x48  # "G", "H": no tensor table or pickle begins so
-_PACKETS = (_PLAIN_PACKET, _PICKLED_PACKET)
-_NO_ORIGINALS: dict[int, torch.Tensor] = {}
+_NO_ORIGINALS: dict[int, Tensor] = {}
 
 
 @dataclass(slots=True)
@@ -56,7 +73,7 @@ class Encoded:
     payload: bytes
     buffers: list[memoryview]
     keep: list[object]
-    tensors: list[torch.Tensor]
+    tensors: list[Tensor]
 
 
 @dataclass(slots=True)
@@ -68,7 +85,7 @@ class Packet:
     """
 
     head: bytes | memoryview
-    tensors: list[torch.Tensor]
+    tensors: list[Tensor]
 
 
 class Codec:
@@ -114,8 +131,14 @@ class Codec:
             SerializationError: something in the value cannot be sent; `path` says where. Or it is
                 larger than the limits allow.
         """
-        if type(value) is Packet:
+        if type(value) is Tensor:
+            small = pack_small((value,))
+            if small is not None:
+                return Encoded(_TENSOR_TAG + small[0], [], [], small[1])
+        elif type(value) is Packet:
             return self._encode_packet(value, destination)
+        elif type(value) is bytes:
+            return self._checked(Encoded(_BYTES_TAG + value, [], [], []), root)
         # A pickler in use is in no list, so neither threads nor reducers that encode share one.
         try:
             pickler = self._idle.pop()
@@ -124,52 +147,73 @@ class Codec:
         pickler.destination = destination
         try:
             pickler.dump(value)
-            chunks = pickler.chunks
-            if pickler.marked:
-                table = pack(pickler.entries(), pickler.originals)
-                payload = b"".join(table.pieces + chunks)
-                encoded = Encoded(payload, table.buffers, table.keep, table.tensors)
-            else:
-                payload = chunks[0] if len(chunks) == 1 else b"".join(chunks)
-                encoded = Encoded(payload, [], [], [])
+            encoded = _assembled(pickler)
         except Exception as error:
             explained = self._explain(value, error, root, labels)
             if explained is error:
                 raise
             raise explained from error
-        if len(payload) < _POOLED_BYTES:
+        if len(encoded.payload) < _POOLED_BYTES:
             pickler.reset()
             self._idle.append(pickler)
-        if encoded.buffers or len(payload) > self.limits.max_body:
-            self._check_size(encoded, root)
-        return encoded
+        return self._checked(encoded, root)
+
+    def encode_arguments(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any] | None, destination: int = -1
+    ) -> Encoded:
+        """Encode the arguments of a call; they are decoded as a tuple of both.
+
+        Raises:
+            SerializationError
+        """
+        if not kwargs and args and type(args) is tuple:
+            small = pack_small(args)
+            if small is not None:
+                return self._checked(Encoded(_ARGUMENTS_TAG + small[0], [], [], small[1]), "args")
+        return self.encode((args, kwargs or None), destination, labels=("args", "kwargs"))
 
     def _encode_packet(self, packet: Packet, destination: int) -> Encoded:
-        tensors = packet.tensors
-        for tensor in tensors:
-            if not is_plain(tensor):
-                encoded = self.encode(tensors, destination, root="gradients")
-                start = _PACKET.pack(_PICKLED_PACKET, len(packet.head))
-                encoded.payload = b"".join((start, packet.head, encoded.payload))
-                return encoded
-        table = pack(tensors, _NO_ORIGINALS)
-        payload = b"".join(
-            (_PACKET.pack(_PLAIN_PACKET, len(packet.head)), packet.head, *table.pieces)
-        )
-        encoded = Encoded(payload, table.buffers, table.keep, table.tensors)
-        if encoded.buffers or len(payload) > self.limits.max_body:
-            self._check_size(encoded, "gradients")
+        head, tensors = packet.head, packet.tensors
+        small = pack_small(tensors, may_overlap=True)
+        if small is not None:
+            start = _PACKET.pack(_SMALL_PACKET, len(head))
+            return self._checked(
+                Encoded(b"".join((start, head, small[0])), [], [], small[1]), "gradients"
+            )
+        if all(map(is_plain, tensors)):
+            start = _PACKET.pack(_PLAIN_PACKET, len(head))
+            table = pack(tensors, _NO_ORIGINALS)
+            payload = b"".join((start, head, *table.pieces))
+            return self._checked(
+                Encoded(payload, table.buffers, table.keep, table.tensors), "gradients"
+            )
+        encoded = self.encode(tensors, destination, root="gradients")
+        start = _PACKET.pack(_PICKLED_PACKET, len(head))
+        encoded.payload = b"".join((start, head, encoded.payload))
         return encoded
 
     def _decode_packet(self, payload: memoryview, buffers: Sequence[Any]) -> Packet:
         head = head_of_packet(payload)
-        rest = payload[_PACKET.size + len(head) :]
-        if payload[0] == _PICKLED_PACKET:
-            return Packet(head, self.decode(rest, buffers))
-        values, position = unpack(rest, buffers, None)
-        if position != len(rest) or not all(map(_is_tensor, values)):
+        start = _PACKET.size + len(head)
+        if payload[0] == _SMALL_PACKET:
+            values, need_grad, position = unpack_small(payload, start)
+            if need_grad:
+                give_grad(values, need_grad, None)
+        elif payload[0] == _PICKLED_PACKET:
+            return Packet(head, self.decode(payload[start:], buffers))
+        else:
+            values, position = unpack(payload[start:], buffers, None)
+            position += start
+            if not all(map(_is_tensor, values)):
+                raise ProtocolError("damaged packet: something else than tensors is in it")
+        if position != len(payload):
             raise ProtocolError("damaged packet: something else than tensors is in it")
         return Packet(head, values)
+
+    def _checked(self, encoded: Encoded, root: str) -> Encoded:
+        if encoded.buffers or len(encoded.payload) > self.limits.max_body:
+            self._check_size(encoded, root)
+        return encoded
 
     def _check_size(self, encoded: Encoded, root: str) -> None:
         limits = self.limits
@@ -190,14 +234,15 @@ class Codec:
         self,
         payload: bytes | bytearray | memoryview,
         buffers: Sequence[Any] = (),
-        attach: Callable[[list[torch.Tensor]], list[torch.Tensor]] | None = None,
+        attach: Attach | None = None,
     ) -> Any:
         """Rebuild a value. Its tensors alias `buffers`, and keep them alive.
 
         Args:
             buffers: writable objects with the buffer protocol, each owning its memory.
-            attach: is given the tensors that required grad on the sender, as leaves, and returns
-                those that are to stand in their places. Not called if there are none.
+            attach: is given the tensors that required grad on the sender, which they do not yet,
+                and returns those that are to stand in their places. Not called if there are none;
+                without it they become leaves.
 
         Raises:
             ProtocolError: the tensor table is damaged.
@@ -205,13 +250,31 @@ class Codec:
         """
         if not len(payload):
             raise SerializationError("an empty payload cannot be decoded")
+        tag = payload[0]
         stream: bytes | bytearray | memoryview = payload
         entries: list[Any] = []
-        if payload[0] in _PACKETS:
-            return self._decode_packet(memoryview(payload), buffers)
-        if payload[0] == MAGIC:
+        if tag != _PICKLE:
             view = memoryview(payload)
-            entries, position = unpack(view, buffers, attach)
+            if tag in _SMALL_TABLES:
+                entries, need_grad, position = unpack_small(view, 1)
+                if need_grad:
+                    give_grad(entries, need_grad, attach)
+                if tag != _SMALL:
+                    if position != len(view):
+                        raise ProtocolError("damaged message: it is longer than its tensors")
+                    if tag == _ARGUMENTS:
+                        return tuple(entries), None
+                    if len(entries) != 1:
+                        raise ProtocolError("damaged message: it is not one tensor")
+                    return entries[0]
+            elif tag == MAGIC:
+                entries, position = unpack(view, buffers, attach)
+            elif tag in _PACKETS:
+                return self._decode_packet(view, buffers)
+            elif tag == _BYTES:
+                return bytes(view[1:])
+            else:
+                position = 0
             stream = view[position:]
         try:
             return _loads(stream, buffers=entries)
@@ -244,6 +307,20 @@ class Codec:
         return None
 
 
+def _assembled(pickler: ValuePickler) -> Encoded:
+    """What a pickler has written, with its tensors in front."""
+    chunks = pickler.chunks
+    if not pickler.marked:
+        payload = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        return Encoded(payload, [], [], [])
+    entries = pickler.entries()
+    small = None if pickler.originals else pack_small(entries)
+    if small is not None:
+        return Encoded(b"".join((_SMALL_TAG, small[0], *chunks)), [], [], small[1])
+    table = pack(entries, pickler.originals)
+    return Encoded(b"".join(table.pieces + chunks), table.buffers, table.keep, table.tensors)
+
+
 def head_of_packet(payload: bytes | memoryview) -> memoryview:
     """The head of an encoded packet, whatever state its tensors are in.
 
@@ -261,7 +338,7 @@ def head_of_packet(payload: bytes | memoryview) -> memoryview:
 
 
 def _is_tensor(value: object) -> bool:
-    return isinstance(value, torch.Tensor)
+    return isinstance(value, Tensor)
 
 
 def _decoding_error(stream: bytes | bytearray | memoryview, error: Exception) -> SerializationError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from telegrad.wire.small import bytes_at
 from telegrad.wire.spans import Region, bytes_spanned, memory_at, shared_spans
 from telegrad.wire.tensors import (
     ALIGNED,
@@ -47,7 +47,6 @@ __all__ = ["Table", "pack"]
 
 _PADDING: Final = tuple(bytes(n) for n in range(16))
 _TOLERATED_HOLES: Final = 4096  # bytes: below that a view keeps its strides
-_string_at = ctypes.string_at
 
 
 @dataclass(slots=True)
@@ -69,61 +68,7 @@ def pack(entries: Sequence[Entry], originals: dict[int, Tensor]) -> Table:
         originals: by the id of an entry's tensor, the tensor that it stands for, where that is
             another one (of a subclass, say): that one's history counts.
     """
-    if not originals:
-        table = _pack_small(entries)
-        if table is not None:
-            return table
     return _Packer(originals).pack(entries)
-
-
-def _pack_small(entries: Sequence[Entry]) -> Table | None:
-    """The usual case of a short call, in one pass: a few small, dense, separate tensors.
-
-    None if there is anything else among them. It writes what `_Packer` would write, in about half
-    of the time.
-    """
-    sizes: list[int] = []
-    inline: list[bytes] = []
-    inlined = 0
-    records: list[bytes] = []
-    grads: list[Tensor] = []
-    regions: list[tuple[int, int]] = []
-    for span, tensor in enumerate(entries):
-        if type(tensor) is not Tensor or not tensor.is_contiguous():
-            return None
-        size = tensor.nbytes
-        address = tensor.data_ptr()
-        if not 0 < size < INLINE_LIMIT or not address or tensor.is_neg() or tensor.is_conj():
-            return None
-        shape = tensor.shape
-        ndim = len(shape)
-        if ndim > 8:
-            return None
-        flags = CONTIGUOUS
-        if tensor.requires_grad:
-            flags = CONTIGUOUS | GRAD
-            grads.append(tensor)
-        records.append(
-            RECORDS[ndim].pack(STRIDED, CODES[tensor.dtype], flags, ndim, span, 0, *shape)
-        )
-        regions.append((address, address + size))
-        sizes.append(size << 1 | 1)
-        inline.append(_string_at(address, size))
-        padding = -size & ALIGNED
-        if padding:
-            inline.append(_PADDING[padding])
-            size += padding
-        inlined += size
-    if len(regions) > 1:
-        regions.sort()
-        end = 0
-        for first, after in regions:
-            if first < end:
-                return None
-            end = after
-    count = len(records)
-    header = HEADER.pack(MAGIC, VERSION, 0, count, count, inlined)
-    return Table([header, _pack_all(sizes), *inline, *records], [], [], grads)
 
 
 class _Packer:
@@ -233,7 +178,7 @@ class _Packer:
         index = len(self.sizes)
         if size < INLINE_LIMIT:
             self.sizes.append(size << 1 | 1)
-            self._ride(_string_at(address, size))
+            self._ride(bytes_at(address, size))
         else:
             self.sizes.append(size << 1)
             self.buffers.append(memory_at(address, size, owner))

@@ -40,7 +40,10 @@ from telegrad.wire.tensors import (
     VERSION,
 )
 
-__all__ = ["unpack"]
+__all__ = ["Attach", "give_grad", "unpack"]
+
+Attach = Callable[[list[Tensor]], list[Tensor]]
+"""Is given tensors that required grad on the sender, and returns those that stand for them here."""
 
 _LARGEST: Final = 2**62
 _frombuffer = torch.frombuffer
@@ -76,7 +79,7 @@ class _Source:
 def unpack(
     payload: memoryview,
     buffers: Sequence[Any],
-    attach: Callable[[list[Tensor]], list[Tensor]] | None,
+    attach: Attach | None,
 ) -> tuple[list[Any], int]:
     """Rebuild a table's entries over `buffers`, without copying those.
 
@@ -87,7 +90,7 @@ def unpack(
         ProtocolError: the table is damaged.
     """
     try:
-        built, values, position = _read(payload, buffers)
+        need_grad, values, position = _read(payload, buffers)
     except ProtocolError:
         raise
     except (
@@ -100,14 +103,20 @@ def unpack(
         BufferError,
     ) as error:
         raise ProtocolError(f"damaged tensor table: {error}") from error
-    if built and attach is not None:
-        # A tensor that requires grad is a value, so it stands in both lists.
-        replacements = attach([values[index] for index in built])
-        if len(replacements) != len(built):
-            raise ValueError(f"attach got {len(built)} tensors and gave {len(replacements)}")
-        for index, replacement in zip(built, replacements, strict=True):
-            values[index] = replacement
+    if need_grad:
+        give_grad(values, need_grad, attach)
     return values, position
+
+
+def give_grad(values: list[Any], need_grad: Sequence[int], attach: Attach | None) -> None:
+    """Has the values of these numbers require grad, as they did on the sender."""
+    if attach is None:
+        for index in need_grad:
+            values[index].requires_grad_()
+        return
+    replacements = attach([values[index] for index in need_grad])
+    for index, replacement in zip(need_grad, replacements, strict=True):
+        values[index] = replacement
 
 
 def _read(payload: memoryview, buffers: Sequence[Any]) -> tuple[list[int], list[Any], int]:
@@ -165,7 +174,8 @@ def _read(payload: memoryview, buffers: Sequence[Any]) -> tuple[list[int], list[
         if flags & GRAD:
             if not isinstance(value, Tensor):
                 raise ProtocolError("damaged tensor table: only tensors have gradients")
-            value.requires_grad_()
+            if not value.is_floating_point() and not value.is_complex():
+                raise ProtocolError(f"damaged tensor table: {value.dtype} has no gradients")
             need_grad.append(len(values))
         values.append(value)
     return need_grad, values, position

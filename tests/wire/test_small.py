@@ -1,0 +1,190 @@
+"""The short way for a few small tensors: which messages take it, and what a damaged one does."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from telegrad.errors import ProtocolError, TelegradError
+from telegrad.wire.codec import Codec, Packet
+from telegrad.wire.small import pack_small, unpack_small
+from telegrad.wire.tensors import CODES, INLINE_LIMIT
+
+
+
+def arguments(*args: Any, **kwargs: Any) -> Any:
+    codec = Codec()
+    encoded = codec.encode_arguments(args, kwargs)
+    return encoded, codec.decode(encoded.payload, [bytearray(b) for b in encoded.buffers])
+
+
+SHAPES = [(), (1,), (5,), (2, 3), (2, 1, 3), (1, 2, 1, 2, 1, 2, 1, 2)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bool, torch.complex64])
+def test_small_tensors_travel_without_a_pickle(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    tensor = torch.arange(1, 1 + torch.Size(shape).numel()).reshape(shape).to(dtype)
+    encoded, (args, kwargs) = arguments(tensor, tensor.clone())
+    assert encoded.payload[:1] == b"A"
+    assert kwargs is None
+    assert type(args) is tuple
+    for arrived in args:
+        assert arrived.dtype == dtype
+        assert torch.equal(arrived, tensor)
+        assert arrived.is_contiguous()
+        assert not arrived._is_view()
+    single = Codec().encode(tensor)
+    assert single.payload[:1] == b"V"
+    assert torch.equal(Codec().decode(single.payload), tensor)
+
+
+@pytest.mark.parametrize("dtype", list(CODES), ids=str)
+def test_every_dtype_fits(dtype: torch.dtype) -> None:
+    tensor = torch.arange(48, dtype=torch.uint8).view(dtype)
+    packed = pack_small([tensor])
+    assert packed is not None
+    (arrived,), need_grad, end = unpack_small(memoryview(packed[0]), 0)
+    assert arrived.dtype == dtype
+    assert end == len(packed[0])
+    assert not need_grad
+    assert bytes(arrived.view(torch.uint8).tolist()) == bytes(range(48))
+
+
+def test_tensors_are_their_own_and_can_be_changed() -> None:
+    _, ((first, second), _) = arguments(torch.zeros(3), torch.ones(5))
+    first += 7
+    assert torch.equal(second, torch.ones(5))
+    assert second.data_ptr() % 16 == 0
+
+
+def test_what_requires_grad_is_told() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    encoded, ((first, second), _) = arguments(leaf, torch.ones(3))
+    assert encoded.tensors[0] is leaf
+    assert first.requires_grad
+    assert first.is_leaf
+    assert not second.requires_grad
+
+
+BASE = torch.arange(12.0)
+OTHERS = {
+    "the same twice": (BASE, BASE),
+    "overlapping": (BASE[:6], BASE[3:9]),
+    "with holes": (BASE[::2],),
+    "empty": (torch.empty(0),),
+    "large": (torch.zeros(INLINE_LIMIT),),
+    "a parameter": (torch.nn.Parameter(torch.ones(2)),),
+    "sparse": (torch.eye(2).to_sparse(),),
+    "many dimensions": (torch.ones([1] * 9),),
+    "conjugated": (torch.ones(2, dtype=torch.complex64).conj(),),
+    "not a tensor": (torch.ones(2), 3),
+    "too many": tuple(torch.ones(1) for _ in range(256)),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_all_else_takes_the_long_way(name: str) -> None:
+    args = OTHERS[name]
+    encoded, (arrived, kwargs) = arguments(*args)
+    assert encoded.payload[:1] != b"A"
+    assert kwargs is None
+    assert len(arrived) == len(args)
+    for there, here in zip(arrived, args, strict=True):
+        if isinstance(here, torch.Tensor):
+            assert torch.equal(there.to_dense(), here.to_dense())
+        else:
+            assert there == here
+    if name == "the same twice":
+        assert arrived[0] is arrived[1]
+
+
+def test_tensors_with_attributes_keep_them() -> None:
+    tensor = torch.ones(2)
+    tensor.note = "mine"  # type: ignore[attr-defined]
+    _, ((arrived,), _) = arguments(tensor)
+    assert arrived.note == "mine"
+
+
+def test_gradients_that_share_memory_become_separate() -> None:
+    codec = Codec()
+    encoded = codec.encode(Packet(b"head", [BASE, BASE]))
+    assert encoded.payload[:1] == b"I"
+    first, second = codec.decode(encoded.payload).tensors
+    assert torch.equal(first, second)
+    first += 1
+    assert torch.equal(second, BASE)
+
+
+def test_bytes_travel_as_they_are() -> None:
+    codec = Codec()
+    for value in (b"", b"some", bytes(100_000)):
+        encoded = codec.encode(value)
+        assert len(encoded.payload) == len(value) + 1
+        assert codec.decode(encoded.payload) == value
+
+
+def test_values_around_small_tensors() -> None:
+    codec = Codec()
+    tensor = torch.arange(3.0)
+    encoded = codec.encode({"a": [tensor, 2], "b": (tensor, None)})
+    assert encoded.payload[:1] == b"S"
+    value = codec.decode(encoded.payload)
+    assert torch.equal(value["a"][0], tensor)
+    assert value["a"][0] is value["b"][0]
+
+
+def messages() -> list[bytes]:
+    codec = Codec()
+    tensors = (torch.arange(3.0, requires_grad=True), torch.arange(6).reshape(2, 3))
+    return [
+        codec.encode_arguments(tensors, None).payload,
+        codec.encode(tensors[0]).payload,
+        codec.encode([*tensors, 5]).payload,
+        codec.encode(Packet(b"head", list(tensors))).payload,
+    ]
+
+
+def test_cut_off_messages_are_refused() -> None:
+    codec = Codec()
+    for payload in messages():
+        for end in range(1, len(payload)):
+            with pytest.raises(TelegradError):
+                codec.decode(payload[:end])
+
+
+def test_damaged_messages_are_refused_or_harmless() -> None:
+    codec = Codec()
+    dice = random.Random(3)
+    refused = 0
+    for payload in messages():
+        table = 1 if payload[:1] != b"I" else 9
+        for _ in range(3000):
+            damaged = bytearray(payload)
+            for _ in range(dice.randint(1, 3)):
+                damaged[dice.randrange(table, len(damaged))] = dice.randrange(256)
+            try:
+                codec.decode(damaged)
+            except TelegradError:
+                refused += 1
+    assert refused > 3000
+
+
+def test_trailing_bytes_are_refused() -> None:
+    codec = Codec()
+    for payload in messages():
+        if payload[:1] != b"S":  # a pickle ends where it says
+            with pytest.raises(ProtocolError):
+                codec.decode(payload + b"x")
+
+
+def test_an_integer_that_wants_a_gradient_is_refused() -> None:
+    packed = pack_small([torch.ones(2, dtype=torch.int64)])
+    assert packed is not None
+    damaged = bytearray(packed[0])
+    damaged[9] = 1
+    with pytest.raises(ProtocolError, match="has no gradients"):
+        unpack_small(memoryview(damaged), 0)
