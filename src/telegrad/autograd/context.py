@@ -50,11 +50,11 @@ class EnteredContext:
         self._before = NO_CONTEXT
 
     def __enter__(self) -> None:
-        self._before = thread_context()
-        set_thread_context(self._context_id)
+        self._before = peek(_CURRENT_CONTEXT, NO_CONTEXT)
+        stash(_CURRENT_CONTEXT, self._context_id)
 
     def __exit__(self, *error: object) -> None:
-        set_thread_context(self._before)
+        stash(_CURRENT_CONTEXT, self._before)
 
 
 class CarriedContext:

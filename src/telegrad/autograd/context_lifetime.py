@@ -17,6 +17,7 @@ Pure: events are methods, effects are what they return.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -27,14 +28,14 @@ __all__ = ["Acknowledge", "ContextLifetimes", "Effect", "Free", "TellReleased"]
 REMEMBERED = 16_384
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Free:
     """Drop what this worker keeps of the context."""
 
     context_id: int
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class TellReleased:
     """Send a release to a worker; it will be acknowledged."""
 
@@ -42,7 +43,7 @@ class TellReleased:
     context_id: int
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Acknowledge:
     """Tell a worker that its release has been carried out."""
 
@@ -83,7 +84,7 @@ class ContextLifetimes:
     def met(self, context_id: int, worker: int) -> list[Effect]:
         """A message of the context goes to that worker, or has come from it."""
         if context_id in self._released:
-            return [] if worker == self._worker else self._tell({worker}, context_id)
+            return [] if worker == self._worker else self._tell((worker,), context_id)
         self._contacts.setdefault(context_id, set()).add(worker)
         return []
 
@@ -91,9 +92,13 @@ class ContextLifetimes:
         """The context was left here, or another worker says that it was released."""
         effects: list[Effect] = []
         if context_id in self._contacts:
-            contacts = self._contacts.pop(context_id) - {self._worker, told_by}
+            contacts = self._contacts.pop(context_id)
+            contacts.discard(self._worker)
+            if told_by is not None:
+                contacts.discard(told_by)
             effects.append(Free(context_id))
-            effects += self._tell({w for w in contacts if w is not None}, context_id)
+            if contacts:
+                effects += self._tell(contacts, context_id)
         self._released[context_id] = None
         while len(self._released) > REMEMBERED:
             self._released.popitem(last=False)
@@ -120,7 +125,9 @@ class ContextLifetimes:
         self._unacknowledged = dict.fromkeys(self._unacknowledged, True)
         return [TellReleased(worker, context_id) for worker, context_id in due]
 
-    def _tell(self, workers: set[int], context_id: int) -> list[Effect]:
+    def _tell(self, workers: Iterable[int], context_id: int) -> list[Effect]:
+        effects: list[Effect] = []
         for worker in sorted(workers):
             self._unacknowledged.setdefault((worker, context_id), False)
-        return [TellReleased(worker, context_id) for worker in sorted(workers)]
+            effects.append(TellReleased(worker, context_id))
+        return effects

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 
@@ -57,11 +57,8 @@ from telegrad.wire.frames import Kind
 __all__ = ["AutogradEngine"]
 
 
-class _Parcel(NamedTuple):
-    """A gradient message, ready to be sent."""
-
-    to: int
-    packet: Packet
+_Parcel: TypeAlias = tuple[int, Packet]
+"""A gradient message, ready to be sent, and to whom."""
 
 
 class AutogradEngine(ContextRegistry):
@@ -151,7 +148,7 @@ class AutogradEngine(ContextRegistry):
         if self._messenger is not None:
             live.interruption = Interruption()
         try:
-            self._bring(context, Arrival(live, 1, {}, roots=roots))
+            self._bring(context, Arrival(live, 1, {}, roots))
             while not live.is_over:
                 context.wait_until(
                     lambda: live.is_over or (live.is_driven_by_caller and context.work)
@@ -226,9 +223,6 @@ class AutogradEngine(ContextRegistry):
         context = live.context
         if live.id in context.ended or context.is_released:
             return None
-        share = live.share
-        for arrival in batch:
-            share.take(arrival.credit, arrival.reports)
         try:
             if live.create_graph:
                 with torch.enable_grad():
@@ -247,19 +241,18 @@ class AutogradEngine(ContextRegistry):
             )
             return None
         standing = live.standing
-        parcels = share.split(len(outgoing), standing)
+        parcels = live.share.split(len(outgoing), standing)
         if live.control is None and standing is Standing.CLOSED:
             with context.lock:
                 context.passes.pop(live.id, None)
         if not parcels:
             self._return_credit(live)
             return None
-        packed = [
-            self._pack(live, message, credit, reports)
-            for (credit, reports), message in zip(parcels, outgoing, strict=True)
-        ]
+        packed: list[_Parcel] = []
+        for (credit, reports), message in zip(parcels, outgoing, strict=True):
+            packed.append(self._pack(live, message, credit, reports))
         last: _Parcel | None = None
-        if live.caller_thread == threading.get_ident() and packed[-1].to != self.worker_id:
+        if live.caller_thread == threading.get_ident() and packed[-1][0] != self.worker_id:
             last = packed.pop()
         for parcel in packed:
             if not self._send(live, parcel):
@@ -268,8 +261,9 @@ class AutogradEngine(ContextRegistry):
 
     def _wave(self, live: LivePass, batch: Sequence[Arrival]) -> list[Outgoing]:
         """Takes in what has come and runs all that can run now; returns what is to be sent."""
-        local = live.local
+        local, share = live.local, live.share
         for arrival in batch:
+            share.take(arrival.credit, arrival.reports)
             if arrival.gradients is not None:
                 local.arrive(arrival.message_id, arrival.gradients)
             elif arrival.roots:
@@ -291,7 +285,7 @@ class AutogradEngine(ContextRegistry):
                 self.record_send(live.context.id, to, list(recorded.values())),
                 tuple(recorded),
             )
-        packet = GradientMessage(
+        return to, GradientMessage(
             live.context.id,
             live.id,
             received.message_id,
@@ -299,20 +293,20 @@ class AutogradEngine(ContextRegistry):
             live.create_graph,
             credit,
             reports,
-            [g if g is None else _written_out(g) for g in gradients],
+            gradients,
             history,
         ).pack()
-        return _Parcel(to, packet)
 
     def _send(self, live: LivePass, parcel: _Parcel) -> bool:
         """False if it could not be sent, which ends the pass."""
+        to, packet = parcel
         try:
-            if parcel.to == self.worker_id:
-                self._gradients_arrived(parcel.to, parcel.packet)
+            if to == self.worker_id:
+                self._gradients_arrived(to, packet)
             else:
-                self._messenger_or_fail().post(parcel.to, Kind.GRADIENTS, parcel.packet)
+                self._messenger_or_fail().post(to, Kind.GRADIENTS, packet)
         except TelegradError as error:
-            self._fail_to_send(live, parcel, error)
+            self._fail_to_send(live, to, error)
             return False
         return True
 
@@ -323,16 +317,17 @@ class AutogradEngine(ContextRegistry):
         is over for another reason: `LivePass.finish` interrupts it then.
         """
         assert live.interruption is not None
+        to, packet = parcel
         try:
             came = self._messenger_or_fail().converse(
-                parcel.to, Kind.GRADIENTS, parcel.packet, live.interruption
+                to, Kind.GRADIENTS, packet, live.interruption
             )
         except TelegradError as error:
-            self._fail_to_send(live, parcel, error)
+            self._fail_to_send(live, to, error)
             return
         for kind, body in came:
             if kind is Kind.GRADIENTS:
-                arrival = self._arrival(parcel.to, body)
+                arrival = self._arrival(to, body)
                 if arrival is not None:
                     context = arrival.into.context
                     with context.lock:
@@ -341,10 +336,10 @@ class AutogradEngine(ContextRegistry):
                     if context is not live.context:
                         self._run_what_is_left(context)
             else:
-                self._handlers[kind](parcel.to, body)
+                self._handlers[kind](to, body)
 
-    def _fail_to_send(self, live: LivePass, parcel: _Parcel, error: TelegradError) -> None:
-        worker = parcel.to if isinstance(error, WorkerLost) else self.worker_id
+    def _fail_to_send(self, live: LivePass, to: int, error: TelegradError) -> None:
+        worker = to if isinstance(error, WorkerLost) else self.worker_id
         self._failures.fail(live, Failure.raised(worker, error))
 
     def _gradients_arrived(self, source: int, packet: Packet) -> None:
@@ -384,9 +379,7 @@ class AutogradEngine(ContextRegistry):
             )
             for i, gradient in zip(recorded, with_history, strict=True):
                 gradients[i] = gradient
-        return Arrival(
-            live, message.credit, message.reports, message_id=message_id, gradients=gradients
-        )
+        return Arrival(live, message.credit, message.reports, (), message_id, gradients)
 
     def _live_pass(
         self, context_id: int, pass_id: int, retain_graph: bool, create_graph: bool
@@ -541,22 +534,15 @@ class AutogradEngine(ContextRegistry):
 
 def _take_batch(context: DistAutogradContext) -> list[Arrival]:
     """All that is left for the pass that is first in the queue. Call it with the lock held."""
-    into = context.work[0].into
-    batch = [arrival for arrival in context.work if arrival.into is into]
-    others = [arrival for arrival in context.work if arrival.into is not into]
-    context.work.clear()
-    context.work.extend(others)
+    work = context.work
+    if len(work) == 1:
+        return [work.popleft()]
+    into = work[0].into
+    batch = [arrival for arrival in work if arrival.into is into]
+    others = [arrival for arrival in work if arrival.into is not into]
+    work.clear()
+    work.extend(others)
     return batch
-
-
-def _written_out(gradient: torch.Tensor) -> torch.Tensor:
-    """Many gradients are one number, expanded: what is sent has to be written out anyway, and dense
-    tensors are the quick ones to pack."""
-    if gradient.requires_grad:
-        gradient = gradient.detach()
-    if gradient.layout is not torch.strided or gradient.is_contiguous():
-        return gradient
-    return gradient.contiguous()
 
 
 def _present(gradient: torch.Tensor | None) -> torch.Tensor:

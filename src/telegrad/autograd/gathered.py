@@ -9,13 +9,19 @@ milliseconds is sent by itself.
 from __future__ import annotations
 
 import threading
+from array import array
 from collections.abc import Callable, Sequence
 
 from telegrad.errors import TelegradError
 from telegrad.rpc.seams import Messenger, Timer
 from telegrad.wire.frames import Kind
 
-__all__ = ["Gathered"]
+__all__ = ["Gathered", "ids_in"]
+
+
+def ids_in(message: bytes) -> Sequence[int]:
+    """The ids that were gathered into a message."""
+    return array("Q", message)
 
 
 class Gathered:
@@ -38,7 +44,7 @@ class Gathered:
         self._seconds = seconds
         self._on_unsent = on_unsent
         self._lock = threading.Lock()  # guards the two below
-        self._ids: dict[int, list[int]] = {}
+        self._ids: dict[int, array[int]] = {}
         self._timer: Timer | None = None
 
     def add(self, worker: int, id_: int) -> None:
@@ -46,17 +52,20 @@ class Gathered:
         if messenger is None:
             return
         with self._lock:
-            self._ids.setdefault(worker, []).append(id_)
+            ids = self._ids.get(worker)
+            if ids is None:
+                ids = self._ids[worker] = array("Q")
+            ids.append(id_)
             if self._timer is None:
                 self._timer = messenger.call_later(self._seconds, self._time_is_up)
 
-    def take(self, worker: int) -> tuple[int, ...] | None:
+    def take(self, worker: int) -> bytes | None:
         """What is there for a worker, to be sent by who takes it."""
         if worker not in self._ids:
             return None
         with self._lock:
             ids = self._ids.pop(worker, None)
-        return None if ids is None else tuple(ids)
+        return None if ids is None else ids.tobytes()
 
     def _time_is_up(self) -> None:
         with self._lock:
@@ -74,7 +83,7 @@ class Gathered:
         for worker, ids in gathered.items():
             try:
                 assert self._messenger is not None  # else nothing was gathered
-                self._messenger.post(worker, self._kind, tuple(ids))
+                self._messenger.post(worker, self._kind, ids.tobytes())
             except TelegradError:
                 self._on_unsent(worker, ids)
 

@@ -65,11 +65,20 @@ class GradientMessage:
 
     def pack(self) -> Packet:
         flags = 0
-        tail: list[bytes] = [
-            _REPORT.pack(worker, n, standing) for worker, (n, standing) in self.reports.items()
-        ]
+        tail: list[bytes] = []
+        for worker, (n, standing) in self.reports.items():
+            tail.append(_REPORT.pack(worker, n, standing))
         gradients = self.gradients
-        tensors = [gradient for gradient in gradients if gradient is not None]
+        tensors: list[torch.Tensor] = []
+        for gradient in gradients:
+            if gradient is not None:
+                if gradient.requires_grad:
+                    gradient = gradient.detach()
+                # Many gradients are one number, expanded. What is sent is written out anyway, and
+                # dense tensors are the quick ones to pack.
+                if gradient.layout is torch.strided and not gradient.is_contiguous():
+                    gradient = gradient.contiguous()
+                tensors.append(gradient)
         if self.retain_graph:
             flags |= _RETAIN
         if self.create_graph:

@@ -47,7 +47,7 @@ _CURRENT_WAVE = "telegrad.autograd.wave"
 
 def enter_wave(wave: Any) -> Any:
     """Makes `wave` the one that runs on this thread; returns the one before, to be given back."""
-    before = current_wave()
+    before = peek(_CURRENT_WAVE, None)
     stash(_CURRENT_WAVE, wave)
     return before
 
@@ -72,20 +72,21 @@ class _Edges(torch.autograd.Function):
 class _Recv(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, trigger: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Any:
-        ctx.set_materialize_grads(False)
+        ctx.materialize_grads = False
         return (*tensors, _empty.detach())
 
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        wave = current_wave()
-        if wave is None:
-            raise BackwardError(
-                "this tensor came from another worker: its gradient can only go back there in a "
-                "distributed pass; call telegrad.autograd.backward(context_id, [loss]) instead of "
-                "loss.backward()"
-            )
-        wave.recv_reached(ctx, grads)
-        return None, None
+
+def _recv_reached(node: Any, *grads: torch.Tensor | None) -> tuple[None, None]:
+    """What a recv node does when torch's engine runs it."""
+    wave = peek(_CURRENT_WAVE, None)
+    if wave is None:
+        raise BackwardError(
+            "this tensor came from another worker: its gradient can only go back there in a "
+            "distributed pass; call telegrad.autograd.backward(context_id, [loss]) instead of "
+            "loss.backward()"
+        )
+    wave.recv_reached(node, grads)
+    return None, None
 
 
 class Received(NamedTuple):
@@ -133,6 +134,7 @@ RecvNode: Any = _Recv._backward_cls
 """The type of a recv node."""
 RecvNode.__name__ = "torch::distributed::autograd::RecvRpcBackward"
 RecvNode.is_hooked = False
+RecvNode.apply = _recv_reached  # right away, without what torch does for functions in general
 
 
 def _noting_hooks(name: str) -> Callable[..., Any]:

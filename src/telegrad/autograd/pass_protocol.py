@@ -115,9 +115,11 @@ class PassShare:
         self._reports[self._worker] = (self._reports_made, standing)
         if not parcels:
             return []
-        share = self._credit if parcels == 1 else self._credit / Fraction(parcels)
-        self._credit = 0
+        credit, self._credit = self._credit, 0
         reports, self._reports = self._reports, {}
+        if parcels == 1:
+            return [(credit, reports)]
+        share: Credit = credit / Fraction(parcels)
         return [(share, reports)] + [(share, {}) for _ in range(parcels - 1)]
 
     def give_up(self) -> tuple[Credit, Reports]:

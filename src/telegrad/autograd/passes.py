@@ -100,10 +100,8 @@ class LivePass:
 
     @property
     def standing(self) -> Standing:
-        local = self.local
-        if local.is_waiting:
-            return Standing.WAITING
-        return Standing.CLOSED if local.is_closed and not self.is_kept else Standing.OPEN
+        standing = self.local.standing
+        return Standing.OPEN if standing is Standing.CLOSED and self.is_kept else standing
 
     def finish(self, error: BaseException | None) -> None:
         """The pass is over, at its initiator: `backward` returns, or raises this."""

@@ -25,7 +25,7 @@ from telegrad.autograd.context_lifetime import (
     Free,
     TellReleased,
 )
-from telegrad.autograd.gathered import Gathered
+from telegrad.autograd.gathered import Gathered, ids_in
 from telegrad.autograd.nodes import recv_history, send_history
 from telegrad.errors import ContextError
 from telegrad.ids import WorkerCounter
@@ -216,17 +216,15 @@ class ContextRegistry:
 
     # Between workers
 
-    def _release_told(self, source: int, context_ids: Sequence[int]) -> None:
+    def _release_told(self, source: int, message: bytes) -> None:
         effects: list[Effect] = []
         with self._lifetimes_lock:
-            for context_id in context_ids:
+            for context_id in ids_in(message):
                 effects += self._lifetimes.released(context_id, told_by=source)
         self._carry_out(effects)
 
-    def _release_acknowledged(self, source: int, context_ids: Sequence[int]) -> None:
-        with self._lifetimes_lock:
-            for context_id in context_ids:
-                self._lifetimes.acknowledged(context_id, source)
+    def _release_acknowledged(self, source: int, message: bytes) -> None:
+        self._nothing_to_release(source, ids_in(message))
 
     def _carry_out(self, effects: Sequence[Effect]) -> None:
         for effect in effects:
@@ -246,10 +244,14 @@ class ContextRegistry:
         self._acknowledgements.send()
 
     def _nothing_to_release(self, worker: int, context_ids: Sequence[int]) -> None:
-        """A worker that is gone has nothing to free any more."""
-        self._release_acknowledged(worker, context_ids)
+        """The worker has freed them, or is gone."""
+        with self._lifetimes_lock:
+            for context_id in context_ids:
+                self._lifetimes.acknowledged(context_id, worker)
 
     def _plan_retry(self) -> None:
+        if self._is_retry_planned:
+            return
         with self._lifetimes_lock:
             if self._is_retry_planned or not self._lifetimes.has_unacknowledged:
                 return

@@ -50,15 +50,20 @@ def _has_device_threads() -> bool:
 
 
 _is_anything_carried = False  # ever, in this process
+_is_plain = False  # Python's state is all there is: no device threads, and nothing was carried
 
 
 def stash(key: str, value: Any) -> None:
     """Sets a value of this thread, and of the device threads that torch runs its work on."""
+    if _is_plain:
+        _local.__dict__[key] = value
+        return
     if not _has_device_threads():
         if _is_anything_carried and torch._C._is_key_in_tls(key):
             torch._C._stash_obj_in_tls(key, value)
         else:
             _local.__dict__[key] = value
+            _settle()
         return
     torch._C._stash_obj_in_tls(key, value)
     thread = threading.get_native_id()
@@ -66,7 +71,14 @@ def stash(key: str, value: Any) -> None:
         _note(thread)
 
 
+def _settle() -> None:
+    global _is_plain
+    _is_plain = not _is_anything_carried and not _has_device_threads()
+
+
 def peek(key: str, default: Any) -> Any:
+    if _is_plain:
+        return _local.__dict__.get(key, default)
     if not _has_device_threads() and not (_is_anything_carried and torch._C._is_key_in_tls(key)):
         return _local.__dict__.get(key, default)
     return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else default
@@ -75,11 +87,12 @@ def peek(key: str, default: Any) -> Any:
 def carry(key: str) -> bool:
     """Lets a value of this thread follow the work that torch hands to other threads from now on,
     until `drop`. False if it does so anyway, and nothing is to be dropped."""
-    global _is_anything_carried
+    global _is_anything_carried, _is_plain
     if _has_device_threads() or torch._C._is_key_in_tls(key):
         return False
     torch._C._stash_obj_in_tls(key, _local.__dict__[key])
     _is_anything_carried = True
+    _is_plain = False
     return True
 
 

@@ -37,6 +37,7 @@ from telegrad.autograd.nodes import (
     enter_wave,
     is_watched,
 )
+from telegrad.autograd.pass_protocol import Standing
 
 __all__ = ["LocalPass", "Outgoing"]
 
@@ -54,7 +55,7 @@ class Outgoing(NamedTuple):
     """The gradients of a received message, on their way back to who sent it."""
 
     received: Received
-    gradients: tuple[torch.Tensor | None, ...]
+    gradients: list[torch.Tensor | None]
 
 
 LeafGradient: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
@@ -95,14 +96,11 @@ class LocalPass:
         """What was found in `.grad` of leaves that had to be lent to their hooks."""
 
     @property
-    def is_waiting(self) -> bool:
-        """Whether gradients are here that cannot go on until something arrives."""
-        return bool(self._entering)
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether nothing can arrive any more."""
-        return not self._awaited and not self._arrived
+    def standing(self) -> Standing:
+        """To be asked when nothing runs."""
+        if self._entering:
+            return Standing.WAITING
+        return Standing.OPEN if self._awaited or self._arrived else Standing.CLOSED
 
     def enter_roots(self, roots: Sequence[torch.Tensor]) -> None:
         for root in roots:
@@ -135,10 +133,9 @@ class LocalPass:
     def reachability(self) -> tuple[set[int], dict[int, set[int]]]:
         """The received messages that waiting gradients lead to, and those that each awaited send
         leads to."""
-        waiting = _messages_behind(edge.node for edge in self._entering)
+        waiting = _messages_behind(self._entering)
         return waiting, {
-            id_: _messages_behind(node for node, _ in self.sends[id_].next_functions)
-            for id_ in self._awaited
+            id_: _messages_behind(self.sends[id_].next_functions) for id_ in self._awaited
         }
 
     def run(self) -> tuple[list[Outgoing], list[LeafGradient]]:
@@ -147,14 +144,15 @@ class LocalPass:
         Raises:
             Exception: whatever a backward function or a hook raised.
         """
-        if self._frontier is None:
+        if self._frontier is None and len(self._awaited) < 2:
             leaves = self._leaves_of_unblocked()
             if leaves is not None:
                 self._arrived.clear()
                 entering, self._entering = self._entering, {}
-                if len(entering) == len(leaves) and all(_is_free(key[0]) for key in entering):
-                    return [], self._into_free_leaves(entering)
-                if not leaves and all(_is_passed_through(edge.node) for edge in entering):
+                if leaves:
+                    if len(entering) == len(leaves) and all(_is_free(key[0]) for key in entering):
+                        return [], self._into_free_leaves(entering)
+                elif all(_is_passed_through(key[0]) for key in entering):
                     return _pass_through(entering), []
                 return _Wave(self, leaves, _NO_BOUNDARY).run(entering, ())
         frontier = self._settle_arrivals()
@@ -217,19 +215,18 @@ class LocalPass:
         That is plain if nothing is awaited. For one awaited send, two walks tell, and the second is
         saved for when it arrives. For more, counting (`Frontier`) is cheaper.
         """
-        if len(self._awaited) > 1:
-            return None
         if not self._awaited:
             if self._saved_walk is not None and self._arrived == [self._saved_walk[0]]:
                 return self._saved_walk[1]
-            return _leaves(_walk(edge.node for edge in self._entering))
+            return _walk(self._entering)[1]
         (last,) = self._awaited
-        entered = _walk(edge.node for edge in self._entering)
-        awaited = _walk(node for node, _ in self.sends[last].next_functions)
-        if not all(_is_free(node) for node in entered & awaited):
-            return None
-        self._saved_walk = (last, _leaves(awaited))
-        return _leaves(entered)
+        entered, leaves = _walk(self._entering)
+        awaited, their_leaves = _walk(self.sends[last].next_functions)
+        for node in entered & awaited:
+            if not _is_free(node):
+                return None
+        self._saved_walk = (last, their_leaves)
+        return leaves
 
     def _hold_leaves_below(
         self, frontier: Frontier[int, Any], ready: list[Any], boundary: dict[Any, set[Any]]
@@ -305,10 +302,9 @@ class _Wave:
         self, entering: _Entering, sinks: tuple[GradientEdge, ...]
     ) -> tuple[list[Outgoing], list[LeafGradient]]:
         owner = self._owner
-        handles = [
-            node.register_prehook(functools.partial(self._leaf_reached, node))
-            for node in self._leaves
-        ]
+        handles: list[Any] = []
+        for node in self._leaves:
+            handles.append(node.register_prehook(functools.partial(self._leaf_reached, node)))
         for node in self._boundary:
             handles.append(node.register_hook(functools.partial(self._boundary_reached, node)))
         before = _loans.borrow(self._borrowed()) if self._lent else []
@@ -329,9 +325,9 @@ class _Wave:
             if before:
                 lent = _loans.give_back(before)
         entering.clear()  # what entered must not count as a reference to what came out
-        found: list[LeafGradient] = [
-            (node.variable, self._take(node), None) for node in self._found
-        ]
+        found: list[LeafGradient] = []
+        for node in self._found:
+            found.append((node.variable, self._take(node), None))
         for number, ((leaf, _), gradient) in enumerate(zip(before, lent, strict=True)):
             if gradient is not None:
                 is_of_this_wave = number < len(self._lent)
@@ -353,7 +349,7 @@ class _Wave:
         received: Received = node.received
         for gradient in gradients:
             if gradient is not None:
-                self._outgoing.append(Outgoing(received, tuple(gradients[: received.size])))
+                self._outgoing.append(Outgoing(received, list(gradients[: received.size])))
                 return
 
     def _leaf_reached(self, node: Any, gradients: Sequence[torch.Tensor | None]) -> Any:
@@ -445,28 +441,28 @@ def _use_up_warning() -> None:
         leaf.grad = None
 
 
-def _walk(entries: Iterable[Any]) -> set[Any]:
-    seen = {node for node in entries if node is not None}
-    todo = list(seen)
+def _walk(entries: Iterable[Sequence[Any]]) -> tuple[set[Any], list[Any]]:
+    """All nodes that edges lead to, directly or not, and those of them that are leaves."""
+    seen: set[Any] = set()
+    leaves: list[Any] = []
+    todo: list[Iterable[Sequence[Any]]] = [entries]
     see, push, pop = seen.add, todo.append, todo.pop
     while todo:
-        node = pop()
-        if type(node) is RecvNode:
-            continue
-        for edge in node.next_functions:
-            following = edge[0]
-            if following is not None and following not in seen:
-                see(following)
-                push(following)
-    return seen
+        for edge in pop():
+            node = edge[0]
+            if node is None or node in seen:
+                continue
+            see(node)
+            kind = type(node)
+            if kind is AccumulateGrad:
+                leaves.append(node)
+            elif kind is not RecvNode:
+                push(node.next_functions)
+    return seen, leaves
 
 
-def _leaves(nodes: Iterable[Any]) -> list[Any]:
-    return [node for node in nodes if type(node) is AccumulateGrad]
-
-
-def _messages_behind(entries: Iterable[Any]) -> set[int]:
-    return {node.received.message_id for node in _walk(entries) if type(node) is RecvNode}
+def _messages_behind(entries: Iterable[Sequence[Any]]) -> set[int]:
+    return {node.received.message_id for node in _walk(entries)[0] if type(node) is RecvNode}
 
 
 def _is_passed_through(node: Any) -> bool:
@@ -482,7 +478,7 @@ def _pass_through(entering: _Entering) -> list[Outgoing]:
             received: Received = node.received  # type: ignore[attr-defined]
             gradients = outgoing[node] = [None] * received.size
         gradients[number] = gradient
-    return [Outgoing(node.received, tuple(gradients)) for node, gradients in outgoing.items()]
+    return [Outgoing(node.received, gradients) for node, gradients in outgoing.items()]
 
 
 def _leaf_of(edge: GradientEdge) -> torch.Tensor:

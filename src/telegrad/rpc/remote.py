@@ -284,16 +284,11 @@ class _ReferenceCodec(Codec):
         packed: list[tuple[RRefId, ForkId]] = self._thread.__dict__.setdefault("packed", [])
         return packed
 
-    def encode(
-        self,
-        value: object,
-        destination: int = -1,
-        *,
-        root: str = "value",
-        labels: Sequence[str] | None = None,
+    def _encode_any(
+        self, value: object, destination: int, root: str, labels: Sequence[str] | None
     ) -> Encoded:
         try:
-            return super().encode(value, destination, root=root, labels=labels)
+            return super()._encode_any(value, destination, root, labels)
         except BaseException:
             self.abandon(self.packed)
             raise

@@ -31,6 +31,7 @@ _FIRST_REST = 8
 _LONGEST_REST = 512
 
 _looking = threading.Lock()  # held by the one thread of this process that looks
+_now = time.perf_counter
 _give_way: Callable[[], object] = getattr(os, "sched_yield", lambda: None)
 
 
@@ -59,26 +60,26 @@ class Patience:
     def is_on(self) -> bool:
         return self._window > 0
 
-    def look(self, attempt: Callable[[], int]) -> int:
-        """Tries `attempt` until it gives something other than 0, or the moment is over."""
+    def look(self, is_there: Callable[[], object]) -> bool:
+        """Asks `is_there` until it says so, or the moment is over."""
         if not self._window:
-            return 0
+            return False
         if self._resting:
             self._resting -= 1
-            return 0
+            return False
         if not _looking.acquire(blocking=False):
-            return 0
+            return False
         try:
-            end = time.perf_counter() + self._window
-            while True:
-                found = attempt()
-                if found:
-                    self._trust = min(self._trust + 1, _MOST_TRUST)
-                    self._rest = _FIRST_REST
-                    return found
-                if time.perf_counter() > end:
+            end = _now() + self._window
+            while not is_there():
+                if _now() > end:
                     break
                 _give_way()
+            else:
+                if self._trust < _MOST_TRUST:
+                    self._trust += 1
+                self._rest = _FIRST_REST
+                return True
         finally:
             _looking.release()
         self._trust -= 1
@@ -86,4 +87,4 @@ class Patience:
             self._trust = 1  # one more chance after the rest
             self._resting = self._rest
             self._rest = min(2 * self._rest, _LONGEST_REST)
-        return 0
+        return False

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import array
 import collections
+import functools
 import os
 import secrets
 import select
@@ -36,6 +37,7 @@ __all__ = ["SocketConnection", "SocketListener", "TcpTransport", "UnixTransport"
 
 _READ_AHEAD = 1 << 16
 _POOLED_FROM = 1 << 16  # smaller buffers are plain memory: cheaper than a loan
+_JOINED_UP_TO = 1 << 12  # bytes that are copied together rather than gathered by the kernel
 _MOST_PARTS = 512  # of one gather-write; IOV_MAX is 1024
 _MOST_DESCRIPTORS = 64  # in one message; the kernel's limit is 253
 _FIRST_STEP = 1 << 20  # a body grows as its bytes come: nothing is allocated on a header's word
@@ -52,9 +54,10 @@ class SocketConnection:
     ) -> None:
         self._socket = sock
         self._patience = Patience(busy_wait)
+        # A read that finds nothing raises, and the words of that exception take longer than this.
         poller = select.poll()
         poller.register(sock, select.POLLIN)
-        self._poll = poller.poll
+        self._is_readable = functools.partial(poller.poll, 0)
         self._pool = pool
         self._limits = limits
         self._ahead = memoryview(bytearray(_READ_AHEAD))
@@ -83,7 +86,11 @@ class SocketConnection:
             length += len(part)
         header = pack_header(kind, flags, len(buffers), call_id, context_id, message_id, length)
         if not buffers:
-            self._write([header, *body], (), HEADER.size + length)
+            total = HEADER.size + length
+            if total <= _JOINED_UP_TO:
+                self._write([b"".join((header, *body))], (), total)
+            else:
+                self._write([header, *body], (), total)
             return
         table = bytearray()
         streamed: list[memoryview] = []
@@ -119,6 +126,8 @@ class SocketConnection:
                 sent = self._socket.sendmsg(
                     parts[:_MOST_PARTS], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)]
                 )
+            elif len(parts) == 1:
+                sent = self._socket.send(parts[0])
             else:
                 sent = self._socket.sendmsg(parts[:_MOST_PARTS])
             while sent < total:
@@ -135,28 +144,24 @@ class SocketConnection:
     def receive(self) -> Frame:
         if self._end - self._start < HEADER.size:
             if self._start == self._end:
-                self._patience.look(self._look)
+                self._patience.look(self._is_readable)
             self._fill(HEADER.size)
-        header = unpack_header(self._ahead, self._start, self._limits)
+        kind, flags, buffer_count, call_id, context_id, message_id, length = unpack_header(
+            self._ahead, self._start, self._limits
+        )
         self._start += HEADER.size
-        table: list[tuple[int, int, int]] = []
-        if header.buffer_count:
-            table = list(BUFFER.iter_unpack(self._take(header.buffer_count * BUFFER.size)))
+        buffers: list[Any] = []
+        if not buffer_count:
+            body = self._take(length)
+        else:
+            table = list(BUFFER.iter_unpack(self._take(buffer_count * BUFFER.size)))
             if sum(entry[0] for entry in table) > self._limits.max_message:
                 raise ProtocolError(f"a message is over {self._limits.max_message} bytes")
-        body = self._take(header.body_length)
-        buffers = [self._buffer(*entry) for entry in table]
+            body = self._take(length)
+            buffers += [self._buffer(*entry) for entry in table]
         if self._start == self._end:
             self._start = self._end = 0
-        return Frame(
-            header.kind,
-            header.flags,
-            header.call_id,
-            header.context_id,
-            header.message_id,
-            body,
-            buffers,
-        )
+        return Frame(kind, flags, call_id, context_id, message_id, body, buffers)
 
     def poll(self) -> bool:
         return self._end > self._start or _is_ready(self._socket, select.POLLIN, 0)
@@ -240,15 +245,6 @@ class SocketConnection:
                     break
         return self._read_into(target)
 
-    def _look(self) -> int:
-        """Reads what is there, without waiting, when nothing is ahead; 0 if nothing is."""
-        if not self._poll(0):
-            return 0
-        count = self._try_read(self._ahead)
-        if count > 0:
-            self._start, self._end = 0, count
-        return count
-
     def _try_read(self, target: memoryview) -> int:
         """Reads without waiting; 0 if nothing is there, -1 if it has ended: the next read tells."""
         try:
@@ -270,7 +266,11 @@ class SocketConnection:
         return count
 
     def has_more(self) -> bool:
-        return self._end > self._start or self._patience.look(self._look) > 0
+        if self._end == self._start:
+            if not self._patience.look(self._is_readable):
+                return False
+            self._fill(1)
+        return True
 
     def _keep_descriptors(self, ancillary: list[tuple[int, int, bytes]]) -> None:
         for level, kind, data in ancillary:

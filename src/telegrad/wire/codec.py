@@ -134,11 +134,16 @@ class Codec:
         if type(value) is Tensor:
             small = pack_small((value,))
             if small is not None:
-                return Encoded(_TENSOR_TAG + small[0], [], [], small[1])
+                return self._checked(Encoded(_TENSOR_TAG + small[0], [], [], small[1]), root)
         elif type(value) is Packet:
             return self._encode_packet(value, destination)
         elif type(value) is bytes:
             return self._checked(Encoded(_BYTES_TAG + value, [], [], []), root)
+        return self._encode_any(value, destination, root, labels)
+
+    def _encode_any(
+        self, value: object, destination: int, root: str, labels: Sequence[str] | None
+    ) -> Encoded:
         # A pickler in use is in no list, so neither threads nor reducers that encode share one.
         try:
             pickler = self._idle.pop()

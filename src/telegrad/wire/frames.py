@@ -15,9 +15,11 @@ nothing on that stream means anything.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, TypeAlias
 
 from telegrad.errors import ProtocolError
 
@@ -118,14 +120,8 @@ def split_rider(body: bytes) -> tuple[Kind, bytes, bytes]:
     return kind, body[start:end], body[end:]
 
 
-class Header(NamedTuple):
-    kind: Kind
-    flags: int
-    buffer_count: int
-    call_id: int
-    context_id: int
-    message_id: int
-    body_length: int
+Header: TypeAlias = tuple[Kind, int, int, int, int, int, int]
+"""Kind, flags, how many buffers, call, context, message, length of the body."""
 
 
 @dataclass(slots=True)
@@ -156,18 +152,8 @@ class Limits:
     max_message: int = 1 << 36
 
 
-def pack_header(
-    kind: int,
-    flags: int,
-    buffer_count: int,
-    call_id: int,
-    context_id: int,
-    message_id: int,
-    body_length: int,
-) -> bytes:
-    return HEADER.pack(
-        MAGIC, kind, flags, buffer_count, call_id, context_id, message_id, body_length
-    )
+pack_header: Callable[[int, int, int, int, int, int, int], bytes] = partial(HEADER.pack, MAGIC)
+"""Writes what `unpack_header` reads."""
 
 
 def unpack_header(data: bytes | bytearray | memoryview, offset: int, limits: Limits) -> Header:
@@ -188,4 +174,4 @@ def unpack_header(data: bytes | bytearray | memoryview, offset: int, limits: Lim
         raise ProtocolError(f"a body of {body} bytes is over the limit of {limits.max_body}")
     if buffers > limits.max_buffers:
         raise ProtocolError(f"{buffers} buffers are over the limit of {limits.max_buffers}")
-    return Header(known, flags, buffers, call_id, context_id, message_id, body)
+    return known, flags, buffers, call_id, context_id, message_id, body
