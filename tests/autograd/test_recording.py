@@ -68,6 +68,21 @@ def test_a_nested_call_shows_two_sends_in_the_middle(cluster, context):
     assert middle._known_worker_ids() == {0, 2}
 
 
+def test_a_result_that_nobody_keeps_is_still_told_of(cluster, context):
+    t = torch.ones(3, requires_grad=True)
+    result = cluster.call(0, 1, torch.sin, t)
+    (alive,) = context._recv_functions().values()
+    assert alive is result.grad_fn
+    memory = weakref.ref(result)
+    del result, alive
+    gc.collect()
+    assert memory() is None
+    ((message_id, recv),) = context._recv_functions().items()
+    assert recv.name() == RECV
+    assert recv.received.message_id == message_id
+    assert recv.received.source == 1
+
+
 def test_nothing_is_recorded_for_tensors_without_grad_but_the_context_travels(cluster, context):
     cluster.call(0, 1, torch.add, torch.ones(2), torch.ones(2))
     assert context._send_functions() == {}

@@ -73,14 +73,14 @@ class Replace(torch.autograd.Function):
 def test_python_nodes_are_kept_and_the_memory_of_their_outputs_is_not():
     leaf = torch.ones(2, requires_grad=True)
     arrays = [np.ones(1000, np.float32), np.ones(1000, np.float32)]
-    node, token, (received,) = recv_history(1, 0, [torch.from_numpy(arrays[0])])
+    node, (received,) = recv_history(1, 0, [torch.from_numpy(arrays[0])])
     replaced = Replace.apply(leaf, arrays[1])
     sent = send_history([replaced, received], to=1)
     memory = [weakref.ref(array) for array in arrays]
     del arrays
     gc.collect()
     assert all(array() is not None for array in memory)  # the tensors have it
-    del node, token, received, replaced
+    del node, received, replaced
     gc.collect()
     assert [array() for array in memory] == [None, None]
     replace, recv = (node for node, _ in sent.next_functions)

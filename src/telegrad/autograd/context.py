@@ -77,7 +77,7 @@ class DistAutogradContext:
     def __init__(self, context_id: int) -> None:
         self.id = context_id
         self.sends: dict[int, SendFunction] = {}
-        self.recvs: dict[int, tuple[Any, torch.Tensor]] = {}
+        self.recvs: dict[int, Any] = {}
         self.contacts: set[int] = set()
         self.gradients: dict[torch.Tensor, torch.Tensor] = {}
         self._sums: set[int] = set()  # the ids of leaves
@@ -104,7 +104,7 @@ class DistAutogradContext:
 
     def _recv_functions(self) -> dict[int, Any]:
         """Message id → the node of a message that this worker received."""
-        return {id_: node for id_, (node, _) in self.recvs.copy().items()}
+        return self.recvs.copy()
 
     def _known_worker_ids(self) -> set[int]:
         """The workers that this one exchanged messages of the context with."""

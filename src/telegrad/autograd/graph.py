@@ -127,7 +127,7 @@ class _Walk:
         self._keys: dict[Any, int] = {}
         self.boxes: list[Box] = []
         sends = context.sends.copy()
-        for node, _ in context.recvs.copy().values():
+        for node in context.recvs.copy().values():
             self._visit([node])
         for sent in sends.values():
             self._visit(node for node, _ in sent.next_functions if node is not None)
@@ -172,7 +172,7 @@ class _Walk:
                 key=key,
                 kind=BoxKind.RECEIVE,
                 names=(("receive", 1),),
-                sizes=tuple(_size_at(node, number) for number in range(received.size)),
+                sizes=tuple(_size_at(node, number) for number in range(len(received.outputs))),
                 message=received.message_id,
                 peer=received.source,
                 is_root=node in self._roots,

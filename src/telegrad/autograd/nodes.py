@@ -9,10 +9,8 @@ A recv node is an ordinary `torch.autograd.Function` node. A send function is on
 in torch leads to it, since a pass enters the graph at its next functions, and a node of torch's
 would take ten times longer to make.
 
-Python nodes are owned by the C++ side: the node object alone keeps nothing alive. A C++ node keeps
-alive what it leads to, Python nodes among them, and its object keeps the node. So who must keep a
-Python node keeps something that leads to it and has no memory of its own: the node of a view of
-its output, or one output more than the user sees, an empty tensor (`token`).
+A node's object keeps the node and what it leads to, but not the memory of its outputs: since
+torch 2.13 that is so for Python nodes too.
 """
 
 from __future__ import annotations
@@ -58,10 +56,10 @@ def current_wave() -> Any:
 
 
 class _Edges(torch.autograd.Function):
-    """Leads to all of its inputs, and has no memory."""
+    """Leads to its input, and does nothing with it."""
 
     @staticmethod
-    def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty(0)
 
     @staticmethod
@@ -73,7 +71,7 @@ class _Recv(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, trigger: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Any:
         ctx.materialize_grads = False
-        return (*tensors, _empty.detach())
+        return tensors[0] if len(tensors) == 1 else tuple(tensors)
 
 
 def _recv_reached(node: Any, *grads: torch.Tensor | None) -> tuple[None, None]:
@@ -90,21 +88,21 @@ def _recv_reached(node: Any, *grads: torch.Tensor | None) -> tuple[None, None]:
 
 
 class Received(NamedTuple):
-    """What a recv node stands for."""
+    """What a recv node stands for: a message, from whom, and the tensors in it."""
 
     message_id: int
     source: int
-    size: int
+    outputs: Sequence[Callable[[], torch.Tensor | None]]
+    """Weak references."""
 
 
 class SendFunction:
     """A message that was sent: where the gradients of its tensors go, and to whom it went."""
 
-    __slots__ = ("_grads", "_owner", "is_spent", "next_functions", "to")
+    __slots__ = ("_grads", "is_spent", "next_functions", "to")
 
-    def __init__(self, edges: tuple[tuple[Any, int], ...], owner: object, to: int) -> None:
+    def __init__(self, edges: tuple[tuple[Any, int], ...], to: int) -> None:
         self.next_functions = edges
-        self._owner = owner  # keeps the nodes of the edges
         self.to = to
         self.is_spent = False
         """It has run in a pass that freed its graph: no later pass needs to wait for it."""
@@ -157,67 +155,67 @@ def is_watched(node: Any) -> bool:
     `retain_grad`. If not, what enters it may go on without torch's engine."""
     if node.is_hooked:
         return True
-    return any(tensor is not None and tensor.retains_grad for tensor in map(_call, node.outputs))
-
-
-def _call(reference: Callable[[], Any]) -> Any:
-    return reference()
+    for output in node.received.outputs:
+        tensor = output()
+        if tensor is not None and tensor.retains_grad:
+            return True
+    return False
 
 
 # The C++ function itself: what `Function.apply` does before it is for functorch's transforms.
-_apply_recv: Callable[..., tuple[torch.Tensor, ...]] = super(torch.autograd.Function, _Recv).apply
+_apply_recv: Callable[..., Any] = super(torch.autograd.Function, _Recv).apply
 
+_weak = weakref.ref
 _trigger = torch.zeros((), requires_grad=True)
 """Makes the outputs of a recv node require grad. Never gets a gradient."""
-_empty = torch.empty(0)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-_PythonNode = torch.autograd.function.BackwardCFunction
 
 
 def send_history(tensors: Sequence[torch.Tensor], to: int) -> SendFunction:
     """The send function of `tensors`, which all require grad."""
     edges: list[tuple[Any, int]] = []
-    owners: list[object] = []
     for tensor in tensors:
         node: Any = tensor.grad_fn
-        if node is None or isinstance(node, _PythonNode):
-            if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
-                return _send_history_of_any(tensors, to)
-            if torch.is_grad_enabled():
-                view = tensor.view_as(tensor)
-            else:
-                with torch.enable_grad():
-                    view = tensor.view_as(tensor)
-            owner: Any = view.grad_fn
-            owners.append(owner)
-            edges.append(owner.next_functions[0])
+        if node is None:
+            edges.append(_edge_into(tensor))
         else:
             edges.append((node, tensor.output_nr))
-    return SendFunction(tuple(edges), owners, to)
+    return SendFunction(tuple(edges), to)
 
 
-def _send_history_of_any(tensors: Sequence[torch.Tensor], to: int) -> SendFunction:
-    """The same for tensors of which there may be no view: sparse ones, subclasses."""
-    with torch.enable_grad():
-        token = _Edges.apply(*tensors)  # type: ignore[no-untyped-call]
-    return SendFunction(token.grad_fn.next_functions, token, to)
+def _edge_into(leaf: torch.Tensor) -> tuple[Any, int]:
+    """The edge that leads into a leaf's AccumulateGrad node: any function of the leaf has it."""
+    if type(leaf) not in _PLAIN or leaf.layout is not torch.strided:
+        with torch.enable_grad():  # there may be no view of it
+            made: Any = _Edges.apply(leaf)  # type: ignore[no-untyped-call]
+    elif torch.is_grad_enabled():
+        made = leaf.view_as(leaf)
+    else:
+        with torch.enable_grad():
+            made = leaf.view_as(leaf)
+    edge: tuple[Any, int] = made.grad_fn.next_functions[0]
+    return edge
 
 
 def recv_history(
     message_id: int, source: int, tensors: Sequence[torch.Tensor]
-) -> tuple[Any, torch.Tensor, list[torch.Tensor]]:
-    """One recv node over `tensors`: the node, its token, and the tensors with their new history."""
+) -> tuple[Any, Sequence[torch.Tensor]]:
+    """One recv node over `tensors`, of which there is at least one: the node, and the tensors with
+    their new history."""
     for number, tensor in enumerate(tensors):
         # An output must be a tensor of its own: not one with a history, not one listed twice.
         if tensor.requires_grad or (number and any(tensor is t for t in tensors[:number])):
             tensors = [tensor.detach() for tensor in tensors]
             break
     if torch.is_grad_enabled():
-        *outputs, token = _apply_recv(_trigger, tensors)
+        outputs = _apply_recv(_trigger, tensors)
     else:
         with torch.enable_grad():
-            *outputs, token = _apply_recv(_trigger, tensors)
-    node: Any = token.grad_fn
-    node.received = Received(message_id, source, len(outputs))
-    node.outputs = [weakref.ref(output) for output in outputs]
-    return node, token, outputs
+            outputs = _apply_recv(_trigger, tensors)
+    if len(tensors) == 1:
+        node = outputs.grad_fn
+        node.received = Received(message_id, source, (_weak(outputs),))
+        return node, (outputs,)
+    node = outputs[0].grad_fn
+    node.received = Received(message_id, source, tuple(map(_weak, outputs)))
+    return node, outputs

@@ -186,14 +186,13 @@ class ContextRegistry:
 
     def record_receive(
         self, context_id: int, message_id: int, source: int, tensors: Sequence[torch.Tensor]
-    ) -> list[torch.Tensor]:
+    ) -> Sequence[torch.Tensor]:
         context = self._meet(context_id, source)
         if context is None:
             return [tensor.requires_grad_() for tensor in tensors]
         if not tensors:
-            return []
-        node, token, outputs = recv_history(message_id, source, tensors)
-        context.recvs[message_id] = (node, token)
+            return ()
+        context.recvs[message_id], outputs = recv_history(message_id, source, tensors)
         return outputs
 
     def _meet(self, context_id: int, worker: int) -> DistAutogradContext | None:

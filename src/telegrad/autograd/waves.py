@@ -345,11 +345,10 @@ class _Wave:
         return leaves + [leaf for leaf in self._owner.lent if leaf not in here]
 
     def recv_reached(self, node: Any, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Called by a recv node: `gradients` is what entered it, its token's included."""
-        received: Received = node.received
+        """Called by a recv node: `gradients` is what entered it."""
         for gradient in gradients:
             if gradient is not None:
-                self._outgoing.append(Outgoing(received, list(gradients[: received.size])))
+                self._outgoing.append(Outgoing(node.received, list(gradients)))
                 return
 
     def _leaf_reached(self, node: Any, gradients: Sequence[torch.Tensor | None]) -> Any:
@@ -476,7 +475,7 @@ def _pass_through(entering: _Entering) -> list[Outgoing]:
         gradients = outgoing.get(node)
         if gradients is None:
             received: Received = node.received  # type: ignore[attr-defined]
-            gradients = outgoing[node] = [None] * received.size
+            gradients = outgoing[node] = [None] * len(received.outputs)
         gradients[number] = gradient
     return [Outgoing(node.received, gradients) for node, gradients in outgoing.items()]
 

@@ -486,7 +486,7 @@ class Agent:
             return self.codec.decode(payload, frame.buffers)
         has_history = False
 
-        def attach(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        def attach(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
             nonlocal has_history
             has_history = True
             return recorder.record_receive(context, frame.message_id, source, tensors)

@@ -122,7 +122,7 @@ class Recorder(Protocol):
 
     def record_receive(
         self, context_id: int, message_id: int, source: int, tensors: Sequence[torch.Tensor]
-    ) -> list[torch.Tensor]:
+    ) -> Sequence[torch.Tensor]:
         """The message has arrived here: gives each of `tensors` its history. They required grad where
         it was sent, and do no more.
 

@@ -42,7 +42,7 @@ from telegrad.wire.tensors import (
 
 __all__ = ["Attach", "give_grad", "unpack"]
 
-Attach = Callable[[list[Tensor]], list[Tensor]]
+Attach = Callable[[list[Tensor]], Sequence[Tensor]]
 """Is given tensors that required grad on the sender, and returns those that stand for them here."""
 
 _LARGEST: Final = 2**62
