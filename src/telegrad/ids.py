@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 __all__ = [
@@ -53,10 +54,7 @@ class WorkerCounter:
         if not 0 <= worker_id <= MAX_WORKER_ID:
             raise ValueError(f"a worker id must be within 0 and {MAX_WORKER_ID}, got {worker_id}")
         self._base = worker_id << COUNTER_BITS
-        self._next = itertools.count(self._base + first)
-
-    def next(self) -> int:
-        return next(self._next)
+        self.next: Callable[[], int] = itertools.count(self._base + first).__next__
 
     @property
     def max_id(self) -> int:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import threading
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -45,6 +45,11 @@ _loans = Loans()
 
 _Entering: TypeAlias = dict[GradientEdge, torch.Tensor]
 """Gradients on their way into nodes."""
+
+_new_edge: Callable[[tuple[Any, int, None]], GradientEdge] = functools.partial(
+    tuple.__new__, GradientEdge
+)
+"""Makes a gradient edge, which is a named tuple, sooner."""
 
 _NO_BOUNDARY: Mapping[Any, set[Any]] = {}
 
@@ -150,9 +155,9 @@ class LocalPass:
                 self._arrived.clear()
                 entering, self._entering = self._entering, {}
                 if leaves:
-                    if len(entering) == len(leaves) and all(_is_free(key[0]) for key in entering):
+                    if len(entering) == len(leaves) and _all_nodes(entering, _is_free):
                         return [], self._into_free_leaves(entering)
-                elif all(_is_passed_through(key[0]) for key in entering):
+                elif _all_nodes(entering, _is_passed_through):
                     return _pass_through(entering), []
                 return _Wave(self, leaves, _NO_BOUNDARY).run(entering, ())
         frontier = self._settle_arrivals()
@@ -162,7 +167,7 @@ class LocalPass:
         entering, free = self._take_ready(frontier, ready)
         outgoing: list[Outgoing] = []
         found: list[LeafGradient] = []
-        if entering and all(_is_passed_through(edge.node) for edge in entering):
+        if entering and _all_nodes(entering, _is_passed_through):
             outgoing = _pass_through(entering)
         elif entering:
             leaves = [node for node in ready if type(node) is AccumulateGrad]
@@ -271,7 +276,7 @@ class LocalPass:
         return self._frontier
 
     def _enter(self, node: Any, number: int, gradient: torch.Tensor) -> None:
-        key = GradientEdge(node, number)
+        key = _new_edge((node, number, None))
         before = self._entering.get(key)
         self._entering[key] = gradient if before is None else add(before, gradient)
 
@@ -462,6 +467,13 @@ def _walk(entries: Iterable[Sequence[Any]]) -> tuple[set[Any], list[Any]]:
 
 def _messages_behind(entries: Iterable[Sequence[Any]]) -> set[int]:
     return {node.received.message_id for node in _walk(entries)[0] if type(node) is RecvNode}
+
+
+def _all_nodes(entering: _Entering, is_so: Callable[[Any], bool]) -> bool:
+    for edge in entering:
+        if not is_so(edge[0]):
+            return False
+    return True
 
 
 def _is_passed_through(node: Any) -> bool:

@@ -382,13 +382,17 @@ class Agent:
             elif frame.flags & Flags.CONVERSATION:
                 self._serve_conversation(source, frame, send)
             else:
+                begun = time.perf_counter()
                 if frame.context_id == NO_CONTEXT or self.recorder is None:
                     value, deferred = self._run(source, frame)
                 else:
                     with self.recorder.enter(frame.context_id):
                         value, deferred = self._run(source, frame)
+                took = time.perf_counter() - begun
                 if deferred is None:
                     self.answer(source, frame, send, value)
+                if frame.kind is Kind.CALL:
+                    self.quick.ran(name_in(frame, 0), took)
         except BaseException as error:  # noqa: BLE001 - whatever a function raises is its caller's
             self._answer_failure(source, frame, send, error)
         if deferred is not None:
@@ -443,11 +447,9 @@ class Agent:
     def _run(self, source: int, frame: Frame) -> tuple[Any, Future[Any] | None]:
         """The message's value, or the future that will have it."""
         if frame.kind is Kind.CALL:
-            begun = time.perf_counter()
             func, args, kwargs = self.unpack_call(source, frame, 0)
             frame.buffers = []  # a tensor argument's memory is free again when the function is done
             value = func(*args, **kwargs)
-            self.quick.ran(name_in(frame, 0), time.perf_counter() - begun)
             if hasattr(func, "_wrapped_async_rpc_function"):
                 return None, checked_future(func, value)
             return value, None

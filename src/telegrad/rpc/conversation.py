@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 
 from telegrad.transport.base import ConnectionClosed, TransportTimeout
 from telegrad.wire.codec import Encoded
-from telegrad.wire.frames import Frame, Kind
+from telegrad.wire.frames import Frame, Kind, kind_of
 
 __all__ = ["Conversation", "Interruption", "messages_in"]
 
@@ -118,5 +118,5 @@ def messages_in(receipt: Frame) -> Iterator[tuple[Kind, memoryview]]:
     while position < len(body):
         kind, length = _PIECE.unpack_from(body, position)
         position += _PIECE.size
-        yield Kind(kind), body[position : position + length]
+        yield kind_of(kind), body[position : position + length]
         position += length

@@ -134,11 +134,11 @@ class Codec:
         if type(value) is Tensor:
             small = pack_small((value,))
             if small is not None:
-                return self._checked(Encoded(_TENSOR_TAG + small[0], [], [], small[1]), root)
+                return self._packed(_TENSOR_TAG + small[0], small[1], root)
         elif type(value) is Packet:
             return self._encode_packet(value, destination)
         elif type(value) is bytes:
-            return self._checked(Encoded(_BYTES_TAG + value, [], [], []), root)
+            return self._packed(_BYTES_TAG + value, [], root)
         return self._encode_any(value, destination, root, labels)
 
     def _encode_any(
@@ -161,7 +161,9 @@ class Codec:
         if len(encoded.payload) < _POOLED_BYTES:
             pickler.reset()
             self._idle.append(pickler)
-        return self._checked(encoded, root)
+        if encoded.buffers or len(encoded.payload) > self.limits.max_body:
+            self._check_size(encoded, root)
+        return encoded
 
     def encode_arguments(
         self, args: Sequence[Any], kwargs: Mapping[str, Any] | None, destination: int = -1
@@ -174,7 +176,7 @@ class Codec:
         if not kwargs and args and type(args) is tuple:
             small = pack_small(args)
             if small is not None:
-                return self._checked(Encoded(_ARGUMENTS_TAG + small[0], [], [], small[1]), "args")
+                return self._packed(_ARGUMENTS_TAG + small[0], small[1], "args")
         return self.encode((args, kwargs or None), destination, labels=("args", "kwargs"))
 
     def _encode_packet(self, packet: Packet, destination: int) -> Encoded:
@@ -182,16 +184,14 @@ class Codec:
         small = pack_small(tensors, may_overlap=True)
         if small is not None:
             start = _PACKET.pack(_SMALL_PACKET, len(head))
-            return self._checked(
-                Encoded(b"".join((start, head, small[0])), [], [], small[1]), "gradients"
-            )
+            return self._packed(b"".join((start, head, small[0])), small[1], "gradients")
         if all(map(is_plain, tensors)):
             start = _PACKET.pack(_PLAIN_PACKET, len(head))
             table = pack(tensors, _NO_ORIGINALS)
             payload = b"".join((start, head, *table.pieces))
-            return self._checked(
-                Encoded(payload, table.buffers, table.keep, table.tensors), "gradients"
-            )
+            encoded = Encoded(payload, table.buffers, table.keep, table.tensors)
+            self._check_size(encoded, "gradients")
+            return encoded
         encoded = self.encode(tensors, destination, root="gradients")
         start = _PACKET.pack(_PICKLED_PACKET, len(head))
         encoded.payload = b"".join((start, head, encoded.payload))
@@ -215,8 +215,10 @@ class Codec:
             raise ProtocolError("damaged packet: something else than tensors is in it")
         return Packet(head, values)
 
-    def _checked(self, encoded: Encoded, root: str) -> Encoded:
-        if encoded.buffers or len(encoded.payload) > self.limits.max_body:
+    def _packed(self, payload: bytes, tensors: list[Tensor], root: str) -> Encoded:
+        """What needs nothing but a payload."""
+        encoded = Encoded(payload, [], [], tensors)
+        if len(payload) > self.limits.max_body:
             self._check_size(encoded, root)
         return encoded
 

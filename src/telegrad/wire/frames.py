@@ -32,6 +32,7 @@ __all__ = [
     "Header",
     "Kind",
     "Limits",
+    "kind_of",
     "pack_header",
     "pack_rider",
     "split_rider",
@@ -84,6 +85,18 @@ class Kind(IntEnum):
 _KINDS = {int(kind): kind for kind in Kind}
 
 
+def kind_of(number: int) -> Kind:
+    """`Kind(number)`, sooner.
+
+    Raises:
+        ProtocolError: there is no such kind.
+    """
+    kind = _KINDS.get(number)
+    if kind is None:
+        raise ProtocolError(f"no kind of message has the number {number}")
+    return kind
+
+
 class Flags(IntEnum):
     """Bits of a header's flags."""
 
@@ -111,8 +124,8 @@ def split_rider(body: bytes) -> tuple[Kind, bytes, bytes]:
     """
     try:
         number, length = _RIDER_HEAD.unpack_from(body)
-        kind = Kind(number)
-    except (struct.error, ValueError) as error:
+        kind = kind_of(number)
+    except (struct.error, ProtocolError) as error:
         raise ProtocolError(f"a message says that another rides with it: {error}") from None
     start, end = _RIDER_HEAD.size, _RIDER_HEAD.size + length
     if end > len(body):
@@ -167,9 +180,7 @@ def unpack_header(data: bytes | bytearray | memoryview, offset: int, limits: Lim
     )
     if magic != MAGIC:
         raise ProtocolError(f"the stream does not hold a telegrad frame (it begins {magic:#06x})")
-    known = _KINDS.get(kind)
-    if known is None:
-        raise ProtocolError(f"no kind of message has the number {kind}")
+    known = _KINDS.get(kind) or kind_of(kind)
     if body > limits.max_body:
         raise ProtocolError(f"a body of {body} bytes is over the limit of {limits.max_body}")
     if buffers > limits.max_buffers:
