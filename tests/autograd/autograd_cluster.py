@@ -49,13 +49,15 @@ class SimulatedMessenger:
         else:
             self.network.post(self.worker_id, to, kind, copied(body))
 
-    def converse(self, to, kind, body, interruption):
+    def converse(self, to, kind, body, interruption, meanwhile):
         """Runs the handler here and now, or does as if interrupted at once: then what comes back
         takes the usual way, in any order."""
         is_dropped = self.network.dropped(self.worker_id, to, kind)
         if self.network.tosses_tails() or is_dropped or {to, self.worker_id} & self.network.dead:
             self.post(to, kind, body)
+            meanwhile()
             return []
+        meanwhile()
         self.network.sent[kind] += 1
         came = []
         self.network.thread.talk = (to, self.worker_id, came)

@@ -323,5 +323,6 @@ def test_the_end_of_a_context_rides_with_the_next_call(monkeypatch):
         with dist_autograd.context():
             rpc.rpc_sync("worker1", programs.layer, ("worker1", leaf("x")))
             assert rpc.rpc_sync("worker1", programs.counts) == (0, 1)
+        rpc.rpc_sync("worker1", programs.counts)  # takes the news along
         assert rpc.rpc_sync("worker1", programs.counts) == (0, 0)
     releases.send()  # forgets the timer of an hour

@@ -14,7 +14,6 @@ from telegrad.wire.small import pack_small, unpack_small
 from telegrad.wire.tensors import CODES, INLINE_LIMIT
 
 
-
 def arguments(*args: Any, **kwargs: Any) -> Any:
     codec = Codec()
     encoded = codec.encode_arguments(args, kwargs)

@@ -320,7 +320,7 @@ class AutogradEngine(ContextRegistry):
         to, packet = parcel
         try:
             came = self._messenger_or_fail().converse(
-                to, Kind.GRADIENTS, packet, live.interruption
+                to, Kind.GRADIENTS, packet, live.interruption, live.local.foresee
             )
         except TelegradError as error:
             self._fail_to_send(live, to, error)

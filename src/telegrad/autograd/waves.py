@@ -74,10 +74,6 @@ def successors(node: Any) -> list[Any]:
     return [edge[0] for edge in node.next_functions if edge[0] is not None]
 
 
-def _is_free(node: Any) -> bool:
-    return type(node) is AccumulateGrad and not is_hooked(node)
-
-
 class LocalPass:
     """The state of one pass on one worker. Used by one thread at a time.
 
@@ -96,6 +92,7 @@ class LocalPass:
         self._arrived: list[int] = []
         self._below: set[Any] = set()
         self._saved_walk: tuple[int, Sequence[Any]] | None = None
+        self._freedom: dict[Any, bool] = {}
         self._entering: _Entering = {}
         self.lent: dict[torch.Tensor, torch.Tensor] = {}
         """What was found in `.grad` of leaves that had to be lent to their hooks."""
@@ -128,6 +125,21 @@ class LocalPass:
         if not self._retain_graph:
             sent.is_spent = True
 
+    def foresee(self) -> None:
+        """Something is awaited, and there is time: finds out now what will have to be known."""
+        saved = self._saved_walk
+        if saved is not None:
+            for node, _ in self.sends[saved[0]].next_functions:
+                self._is_free(node)
+
+    def _is_free(self, node: Any) -> bool:
+        """Whether a node is a leaf that no hook watches: it never needs to be waited for."""
+        is_free = self._freedom.get(node)
+        if is_free is None:
+            is_free = type(node) is AccumulateGrad and not is_hooked(node)
+            self._freedom[node] = is_free
+        return is_free
+
     def strike_off_all_but(self, live: Iterable[int]) -> None:
         """No send but these can arrive any more."""
         dead = self._awaited.difference(live)
@@ -155,7 +167,7 @@ class LocalPass:
                 self._arrived.clear()
                 entering, self._entering = self._entering, {}
                 if leaves:
-                    if len(entering) == len(leaves) and _all_nodes(entering, _is_free):
+                    if len(entering) == len(leaves) and _all_nodes(entering, self._is_free):
                         return [], self._into_free_leaves(entering)
                 elif _all_nodes(entering, _is_passed_through):
                     return _pass_through(entering), []
@@ -228,7 +240,7 @@ class LocalPass:
         entered, leaves = _walk(self._entering)
         awaited, their_leaves = _walk(self.sends[last].next_functions)
         for node in entered & awaited:
-            if not _is_free(node):
+            if not self._is_free(node):
                 return None
         self._saved_walk = (last, their_leaves)
         return leaves
@@ -265,11 +277,14 @@ class LocalPass:
             }
             in_sources = {node for id_ in self._arrived for node in sources[id_]}
             roots = {edge.node for edge in self._entering} - in_sources
-            self._frontier = Frontier(roots, sources, successors, _is_free)
+            self._frontier = Frontier(roots, sources, successors, self._is_free)
         for id_ in self._arrived:
             if id_ not in self._frontier.awaited:  # spent in an earlier pass, and here again
                 self._frontier.add_source(
-                    id_, [node for node, _ in self.sends[id_].next_functions], successors, _is_free
+                    id_,
+                    [node for node, _ in self.sends[id_].next_functions],
+                    successors,
+                    self._is_free,
                 )
             self._frontier.arrive(id_)
         self._arrived.clear()
@@ -470,10 +485,7 @@ def _messages_behind(entries: Iterable[Sequence[Any]]) -> set[int]:
 
 
 def _all_nodes(entering: _Entering, is_so: Callable[[Any], bool]) -> bool:
-    for edge in entering:
-        if not is_so(edge[0]):
-            return False
-    return True
+    return all(map(is_so, [edge[0] for edge in entering]))
 
 
 def _is_passed_through(node: Any) -> bool:

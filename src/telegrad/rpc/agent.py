@@ -280,10 +280,16 @@ class Agent:
         return peer
 
     def converse(
-        self, to: int, kind: Kind, body: Any, interruption: Interruption
+        self,
+        to: int,
+        kind: Kind,
+        body: Any,
+        interruption: Interruption,
+        meanwhile: Callable[[], None],
     ) -> list[tuple[Kind, Any]]:
         if to == self.info.id:
             self.post(to, kind, body)
+            meanwhile()
             return []
         encoded = self.codec.encode(body, to)
         receipt = self._living_peer(to, kind).converse(
@@ -292,17 +298,19 @@ class Agent:
             encoded.buffers,
             interruption,
             partial(self._finish_later, to),
-            lambda: kind.name,
+            meanwhile,
         )
-        return [] if receipt is None else self._messages_in(receipt)
+        if receipt is None:
+            return []
+        came: list[tuple[Kind, Any]] = []
+        for piece, payload in messages_in(receipt):
+            came.append((piece, self.codec.decode(payload)))
+        return came
 
     def end_conversation(self) -> None:
         conversation: Conversation | None = getattr(self._thread, "conversation", None)
         if conversation is not None:
             conversation.end()
-
-    def _messages_in(self, receipt: Frame) -> list[tuple[Kind, Any]]:
-        return [(kind, self.codec.decode(payload)) for kind, payload in messages_in(receipt)]
 
     def _finish_later(self, source: int, receive: Callable[[], Frame | None]) -> None:
         def finish() -> None:
@@ -373,9 +381,11 @@ class Agent:
         if counted:
             self._begun.add()
         deferred: Future[Any] | None = None
+        rider: tuple[Kind, bytes] | None = None
         try:
             if frame.flags & Flags.RIDER:
-                self._serve_rider(source, frame)
+                kind, payload, frame.body = split_rider(frame.body)
+                rider = kind, payload
             handler = self._frame_handlers.get(frame.kind)
             if handler is not None:
                 handler(source, frame, send)
@@ -395,14 +405,14 @@ class Agent:
                     self.quick.ran(name_in(frame, 0), took)
         except BaseException as error:  # noqa: BLE001 - whatever a function raises is its caller's
             self._answer_failure(source, frame, send, error)
+        if rider is not None:  # it has time: whoever waits, waits for the answer
+            self._serve_rider(source, *rider)
         if deferred is not None:
             deferred.add_done_callback(partial(self._answer_deferred, source, frame, send))
         elif counted:
             self._ended.add()
 
-    def _serve_rider(self, source: int, frame: Frame) -> None:
-        """Handles the message that rides in front of another, and leaves only that one."""
-        kind, payload, frame.body = split_rider(frame.body)
+    def _serve_rider(self, source: int, kind: Kind, payload: bytes) -> None:
         try:
             self._handlers[kind](source, self.codec.decode(payload))
         except Exception as error:  # noqa: BLE001 - nobody is there to raise it to

@@ -23,6 +23,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from telegrad.errors import AuthenticationError, ProtocolError, RpcTimeout, WorkerLost
@@ -185,7 +186,7 @@ class Peer:
         buffers: Sequence[memoryview],
         interruption: Interruption,
         finish_later: Callable[[Callable[[], Frame | None]], None],
-        what: Callable[[], str],
+        meanwhile: Callable[[], None],
     ) -> Frame | None:
         """Sends a post and waits for its receipt, on this thread.
 
@@ -194,46 +195,46 @@ class Peer:
         """
         lane = self._take_lane()
         number = next(self._numbers)
-
-        def receipt() -> Frame:
-            try:
-                frame = lane.receive()
-                while frame.call_id != number:
-                    frame = lane.receive()
-            except (ConnectionClosed, TransportTimeout, ProtocolError) as error:
-                self._discard(lane)
-                self.lose(str(error))
-                raise self.loss(what()) from None
-            self._put_back(lane)
-            return frame
-
-        def receipt_or_nothing() -> Frame | None:
-            try:
-                return receipt()
-            except WorkerLost:
-                return None  # told to all who watch
-
         try:
             lane.set_timeout(_POST_SECONDS)
             lane.send(kind, Flags.CONVERSATION, number, -1, -1, body, buffers)
+            meanwhile()
             descriptor = lane.fileno()
             if descriptor < 0:
                 lane.set_timeout(None)
-                return receipt()
+                return self._receipt(lane, number, kind)
             if lane.has_more() or interruption.wait_for(descriptor):
-                return receipt()
+                return self._receipt(lane, number, kind)
             lane.set_timeout(None)
         except (ConnectionClosed, TransportTimeout) as error:
             self._discard(lane)
             self.lose(str(error) or f"it has taken no message for {_POST_SECONDS:g} seconds")
-            raise self.loss(what()) from None
+            raise self.loss(kind.name) from None
         except WorkerLost:
             raise
         except BaseException:
             self._discard(lane)
             raise
-        finish_later(receipt_or_nothing)
+        finish_later(partial(self._receipt_or_nothing, lane, number, kind))
         return None
+
+    def _receipt(self, lane: Connection, number: int, kind: Kind) -> Frame:
+        try:
+            frame = lane.receive()
+            while frame.call_id != number:
+                frame = lane.receive()
+        except (ConnectionClosed, TransportTimeout, ProtocolError) as error:
+            self._discard(lane)
+            self.lose(str(error))
+            raise self.loss(kind.name) from None
+        self._put_back(lane)
+        return frame
+
+    def _receipt_or_nothing(self, lane: Connection, number: int, kind: Kind) -> Frame | None:
+        try:
+            return self._receipt(lane, number, kind)
+        except WorkerLost:
+            return None  # told to all who watch
 
     def _take_lane(self) -> Connection:
         while True:

@@ -58,11 +58,19 @@ class Messenger(Protocol):
         """
 
     def converse(
-        self, to: int, kind: Kind, body: Any, interruption: Interruption
+        self,
+        to: int,
+        kind: Kind,
+        body: Any,
+        interruption: Interruption,
+        meanwhile: Callable[[], None],
     ) -> list[tuple[Kind, Any]]:
         """Like `post`, but waits until the handler is done, or has said `end_conversation`, and
         returns what it has posted to this worker meanwhile; those messages are for the caller to
         handle. An interruption ends the wait with an empty list, and they take the usual way.
+
+        Args:
+            meanwhile: called once the message has left; something short that has to be done anyway.
 
         Raises:
             WorkerLost, SerializationError
@@ -86,7 +94,8 @@ class Messenger(Protocol):
         """
 
     def offer(self, kind: Kind, take: Callable[[int], Any]) -> None:
-        """Lets small messages ride along with calls that go to the same worker anyway.
+        """Lets small messages ride along with calls that go to the same worker anyway. They are
+        handled there once the call has been answered.
 
         Args:
             take: asked with the worker's id before a call leaves; returns the body of a post, or
@@ -123,8 +132,8 @@ class Recorder(Protocol):
     def record_receive(
         self, context_id: int, message_id: int, source: int, tensors: Sequence[torch.Tensor]
     ) -> Sequence[torch.Tensor]:
-        """The message has arrived here: gives each of `tensors` its history. They required grad where
-        it was sent, and do no more.
+        """The message has arrived here: gives each of `tensors` its history. They required grad
+        where it was sent, and do no more.
 
         Returns:
             the tensors to put in their places, in the same order.

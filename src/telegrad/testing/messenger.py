@@ -204,10 +204,16 @@ class SimulatedMessenger:
         work()
 
     def converse(
-        self, to: int, kind: Kind, body: Any, interruption: Interruption
+        self,
+        to: int,
+        kind: Kind,
+        body: Any,
+        interruption: Interruption,
+        meanwhile: Callable[[], None],
     ) -> list[tuple[Kind, Any]]:
         """As if interrupted at once: what comes back takes the usual way."""
         self.post(to, kind, body)
+        meanwhile()
         return []
 
     def end_conversation(self) -> None:

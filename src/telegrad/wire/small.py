@@ -1,8 +1,8 @@
 """A few small tensors, the short way.
 
-Most messages of a training step hold one or two small tensors and nothing else, or little else. What
-counts there is not bytes but steps, so these have a table of their own, which can say less and is
-written and read in one loop::
+Most messages of a training step hold one or two small tensors and little else. What counts there is
+not bytes but steps, so these have a table of their own, which can say less and is written and read
+in one loop::
 
     head     count, length of the records, length of the data
     records  for each tensor: number of dimensions, dtype, whether it requires grad, sizes
