@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from telegrad.autograd.nodes import recv_history, send_history
+from telegrad.autograd.nodes import SendFunction, recv_history
 from telegrad.errors import BackwardError
 
 
@@ -31,7 +31,7 @@ def test_they_lead_to_the_histories_of_what_was_sent():
     leaf = torch.ones(2, requires_grad=True)
     python_made = Double.apply(leaf)
     parts = torch.ones(4, requires_grad=True).split(2)
-    sent = send_history([leaf, leaf * 2, python_made, parts[1]], to=3)
+    sent = SendFunction([leaf, leaf * 2, python_made, parts[1]], to=3)
     assert sent.name() == "torch::distributed::autograd::SendRpcBackward"
     names = [name_of(edge) for edge in sent.next_functions]
     assert names[:2] == ["torch::autograd::AccumulateGrad", "MulBackward0"]
@@ -45,7 +45,7 @@ def test_they_lead_to_the_histories_of_what_was_sent():
 def test_leaves_are_found_in_any_grad_mode(is_enabled):
     leaf = torch.ones(2, requires_grad=True)
     with torch.set_grad_enabled(is_enabled):
-        sent = send_history([leaf], to=1)
+        sent = SendFunction([leaf], to=1)
     assert sent.next_functions[0][0].variable is leaf
 
 
@@ -55,7 +55,7 @@ def test_sparse_tensors_and_subclasses_have_edges_too():
 
     sparse = torch.eye(2).to_sparse().requires_grad_()
     named = torch.ones(2).as_subclass(Named).requires_grad_()
-    sent = send_history([sparse, named], to=1)
+    sent = SendFunction([sparse, named], to=1)
     assert sent.next_functions[0][0].variable is sparse
     assert sent.next_functions[1][0].variable is named
 
@@ -75,7 +75,7 @@ def test_python_nodes_are_kept_and_the_memory_of_their_outputs_is_not():
     arrays = [np.ones(1000, np.float32), np.ones(1000, np.float32)]
     node, (received,) = recv_history(1, 0, [torch.from_numpy(arrays[0])])
     replaced = Replace.apply(leaf, arrays[1])
-    sent = send_history([replaced, received], to=1)
+    sent = SendFunction([replaced, received], to=1)
     memory = [weakref.ref(array) for array in arrays]
     del arrays
     gc.collect()
@@ -89,13 +89,13 @@ def test_python_nodes_are_kept_and_the_memory_of_their_outputs_is_not():
 
 
 def test_one_refuses_inputs():
-    sent = send_history([torch.ones(2, requires_grad=True)], to=1)
+    sent = SendFunction([torch.ones(2, requires_grad=True)], to=1)
     with pytest.raises(BackwardError, match="takes no inputs"):
         sent(torch.ones(2))
 
 
 def test_one_refuses_undefined_gradients():
-    sent = send_history([torch.ones(2, requires_grad=True) for _ in range(2)], to=1)
+    sent = SendFunction([torch.ones(2, requires_grad=True) for _ in range(2)], to=1)
     with pytest.raises(BackwardError, match="undefined gradient"):
         sent()
     sent.set_grads([None, torch.ones(2)])

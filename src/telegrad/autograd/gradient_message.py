@@ -74,10 +74,6 @@ class GradientMessage:
             if gradient is not None:
                 if gradient.requires_grad:
                     gradient = gradient.detach()
-                # Many gradients are one number, expanded. What is sent is written out anyway, and
-                # dense tensors are the quick ones to pack.
-                if gradient.layout is torch.strided and not gradient.is_contiguous():
-                    gradient = gradient.contiguous()
                 tensors.append(gradient)
         if self.retain_graph:
             flags |= _RETAIN

@@ -34,7 +34,6 @@ __all__ = [
     "enter_wave",
     "is_watched",
     "recv_history",
-    "send_history",
 ]
 
 AccumulateGrad: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
@@ -97,16 +96,41 @@ class Received(NamedTuple):
 
 
 class SendFunction:
-    """A message that was sent: where the gradients of its tensors go, and to whom it went."""
+    """A message that was sent: where the gradients of its tensors go, and to whom it went.
 
-    __slots__ = ("_grads", "is_spent", "next_functions", "to")
+    Args:
+        tensors: they all require grad. Of those with a history only that is kept.
+    """
 
-    def __init__(self, edges: tuple[tuple[Any, int], ...], to: int) -> None:
-        self.next_functions = edges
+    __slots__ = ("_edges", "_grads", "_targets", "is_of_leaves", "is_spent", "to")
+
+    def __init__(self, tensors: Sequence[torch.Tensor], to: int) -> None:
         self.to = to
+        self.is_of_leaves = True
         self.is_spent = False
         """It has run in a pass that freed its graph: no later pass needs to wait for it."""
+        self._targets: list[torch.Tensor | tuple[Any, int]] = []
+        for tensor in tensors:
+            node = tensor.grad_fn
+            if node is None:
+                self._targets.append(tensor)
+            else:
+                self.is_of_leaves = False
+                self._targets.append((node, tensor.output_nr))
+        self._edges: tuple[tuple[Any, int], ...] | None = None
         self._grads: Sequence[torch.Tensor | None] = ()
+
+    @property
+    def next_functions(self) -> tuple[tuple[Any, int], ...]:
+        """The edges that gradients leave by. That of a leaf takes a while to find: it is looked for
+        when it is asked for, which may be when there is time, while gradients are awaited."""
+        if self._edges is None:
+            self._edges = tuple(
+                target if type(target) is tuple else _edge_into(target)  # type: ignore[arg-type]
+                for target in self._targets
+            )
+            self._targets = []
+        return self._edges
 
     def name(self) -> str:
         return "torch::distributed::autograd::SendRpcBackward"
@@ -171,20 +195,11 @@ _trigger = torch.zeros((), requires_grad=True)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def send_history(tensors: Sequence[torch.Tensor], to: int) -> SendFunction:
-    """The send function of `tensors`, which all require grad."""
-    edges: list[tuple[Any, int]] = []
-    for tensor in tensors:
-        node: Any = tensor.grad_fn
-        if node is None:
-            edges.append(_edge_into(tensor))
-        else:
-            edges.append((node, tensor.output_nr))
-    return SendFunction(tuple(edges), to)
-
-
 def _edge_into(leaf: torch.Tensor) -> tuple[Any, int]:
-    """The edge that leads into a leaf's AccumulateGrad node: any function of the leaf has it."""
+    """The edge that leads into a leaf's AccumulateGrad node: any function of the leaf has it. One
+    that no longer requires grad gets none, as in torch."""
+    if not leaf.requires_grad or leaf.grad_fn is not None:
+        return None, 0
     if type(leaf) not in _PLAIN or leaf.layout is not torch.strided:
         with torch.enable_grad():  # there may be no view of it
             made: Any = _Edges.apply(leaf)  # type: ignore[no-untyped-call]

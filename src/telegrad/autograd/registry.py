@@ -26,7 +26,7 @@ from telegrad.autograd.context_lifetime import (
     TellReleased,
 )
 from telegrad.autograd.gathered import Gathered, ids_in
-from telegrad.autograd.nodes import recv_history, send_history
+from telegrad.autograd.nodes import SendFunction, recv_history
 from telegrad.errors import ContextError
 from telegrad.ids import WorkerCounter
 from telegrad.rpc.seams import NO_CONTEXT, Messenger, Timer
@@ -181,7 +181,7 @@ class ContextRegistry:
         message_id = self._message_ids.next()
         context = self._meet(context_id, to)
         if context is not None and tensors:
-            context.sends[message_id] = send_history(tensors, to)
+            context.sends[message_id] = SendFunction(tensors, to)
         return message_id
 
     def record_receive(

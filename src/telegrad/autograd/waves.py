@@ -106,7 +106,7 @@ class LocalPass:
 
     def enter_roots(self, roots: Sequence[torch.Tensor]) -> None:
         for root in roots:
-            self._enter(root.grad_fn, root.output_nr, torch.ones_like(root).detach())
+            self._enter(root.grad_fn, root.output_nr, torch.ones_like(root))
 
     def arrive(self, message_id: int, gradients: list[torch.Tensor | None]) -> None:
         """The gradients of a message that this worker sent have come; they are taken out of the
@@ -126,10 +126,11 @@ class LocalPass:
             sent.is_spent = True
 
     def foresee(self) -> None:
-        """Something is awaited, and there is time: finds out now what will have to be known."""
-        saved = self._saved_walk
-        if saved is not None:
-            for node, _ in self.sends[saved[0]].next_functions:
+        """Something is awaited, and there is time: finds out now what will have to be known.
+        Another thread may be running this pass meanwhile."""
+        awaited = tuple(self._awaited)
+        if len(awaited) == 1:
+            for node, _ in self.sends[awaited[0]].next_functions:
                 self._is_free(node)
 
     def _is_free(self, node: Any) -> bool:
@@ -238,6 +239,8 @@ class LocalPass:
             return _walk(self._entering)[1]
         (last,) = self._awaited
         entered, leaves = _walk(self._entering)
+        if not leaves and self.sends[last].is_of_leaves:
+            return leaves
         awaited, their_leaves = _walk(self.sends[last].next_functions)
         for node in entered & awaited:
             if not self._is_free(node):

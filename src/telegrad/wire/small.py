@@ -56,7 +56,7 @@ def pack_small(
     """The table of `tensors`, and those of them that require grad; None if they do not fit.
 
     Args:
-        may_overlap: those that share memory may become separate ones.
+        may_overlap: those that share memory, also with themselves, may become separate ones.
     """
     records: list[bytes] = []
     data: list[bytes] = []
@@ -67,11 +67,15 @@ def pack_small(
             type(tensor) is not Tensor
             or tensor.layout is not _strided
             or not tensor.is_cpu
-            or not tensor.is_contiguous()
             or tensor.is_nested
         ):
             return None
+        times = 1
         size = tensor.nbytes
+        if not tensor.is_contiguous():
+            if not may_overlap or any(tensor.stride()):
+                return None
+            times = tensor.numel()  # one number, expanded, as the gradient of a sum is
         code = CODES.get(tensor.dtype)
         if not 0 < size < INLINE_LIMIT or code is None or tensor.__dict__:
             return None
@@ -85,7 +89,9 @@ def pack_small(
             records.append(_RECORDS[ndim].pack(ndim, code, 1, *shape))
         else:
             records.append(_RECORDS[ndim].pack(ndim, code, 0, *shape))
-        data.append(bytes_at(address, size))
+        data.append(
+            bytes_at(address, size) if times == 1 else bytes_at(address, size // times) * times
+        )
         if size & ALIGNED:
             data.append(_PADDING[-size & ALIGNED])
         regions.append((address, address + size))
