@@ -8,10 +8,11 @@ import pytest
 
 from certificates import Authority
 from telegrad.testing.transport_contract import TransportContract
+from telegrad.transport import mailbox
 from telegrad.transport.inproc import InprocTransport
 from telegrad.transport.shm import SharedMemory
 from telegrad.transport.sockets import TcpTransport, UnixTransport
-from telegrad.wire.frames import Limits
+from telegrad.wire.frames import Kind, Limits
 from telegrad.wire.memory import BufferPool
 
 
@@ -36,6 +37,25 @@ class TestUnixWithSharedMemory(TestUnix):
     def prepare(self, connecting, accepting):
         for end, memory in zip((connecting, accepting), self.memories, strict=True):
             end.share_memory(memory)
+
+
+@pytest.mark.skipif(not mailbox.is_available(), reason="there are no mailboxes on this processor")
+class TestUnixWithMailbox(TestUnixWithSharedMemory):
+    busy_wait = 1e-3
+
+    def make_transport(self):
+        return UnixTransport(BufferPool(), Limits(), busy_wait=self.busy_wait)
+
+    def prepare(self, connecting, accepting):
+        super().prepare(connecting, accepting)
+        connecting.open_mailbox()
+        connecting.send(Kind.PING)
+        assert accepting.receive().kind is Kind.PING
+        assert accepting._mailbox is not None
+
+
+class TestUnixWithMailboxWhereAllFallAsleep(TestUnixWithMailbox):
+    busy_wait = 1e-9
 
 
 class TestTcp(TransportContract):

@@ -147,6 +147,7 @@ class _MeteredConnection:
         self.has_more = connection.has_more
         self.fileno = connection.fileno
         self.set_timeout = connection.set_timeout
+        self.open_mailbox = connection.open_mailbox
         self.interrupt = connection.interrupt
 
     @property

@@ -203,7 +203,10 @@ class Peer:
             if descriptor < 0:
                 lane.set_timeout(None)
                 return self._receipt(lane, number, kind)
-            if lane.has_more() or interruption.wait_for(descriptor):
+            while not lane.has_more():
+                if not interruption.wait_for(descriptor):
+                    break
+            else:
                 return self._receipt(lane, number, kind)
             lane.set_timeout(None)
         except (ConnectionClosed, TransportTimeout) as error:
@@ -306,6 +309,7 @@ class Peer:
         self.multiplex()  # it watches over the lanes: without it nobody would hear of a loss
         lane = self._connect(self, Purpose.LANE)
         self.add(lane)
+        lane.open_mailbox()
         return lane
 
     # -- connections

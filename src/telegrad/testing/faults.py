@@ -312,6 +312,9 @@ class _FaultyConnection:
     def set_timeout(self, seconds: float | None) -> None:
         self._connection.set_timeout(seconds)
 
+    def open_mailbox(self) -> None:
+        self._connection.open_mailbox()
+
     def share_memory(self, memory: MemorySharing) -> None:
         self._connection.share_memory(memory)
 

@@ -126,7 +126,8 @@ class TransportContract:
 
     def test_every_field_of_a_header_arrives(self) -> None:
         largest = (1 << 63) - 1
-        cases = [(kind, 0, 0, -1, -1) for kind in Kind] + [
+        own = (Kind.MAILBOX, Kind.WAKE)  # of a connection itself: nobody else sends or gets them
+        cases = [(kind, 0, 0, -1, -1) for kind in Kind if kind not in own] + [
             (Kind.CALL, 255, largest, largest, largest),
             (Kind.REPLY, 1, -largest - 1, -largest - 1, -largest - 1),
             (Kind.ERROR, 3, 7, 8, 9),

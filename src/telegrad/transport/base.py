@@ -94,6 +94,11 @@ class Connection(Protocol):
     def share_memory(self, memory: MemorySharing) -> None:
         """Offers shared memory for large buffers; a transport that cannot use it ignores it."""
 
+    def open_mailbox(self) -> None:
+        """Takes a shorter way for small messages, if there is one; only of use between two ends
+        that wait for each other's messages in turn, and for that which has connected. Memory has
+        to be shared before."""
+
     def interrupt(self) -> None:
         """Ends the connection and every wait on it, from any thread."""
 

@@ -35,7 +35,7 @@ import numpy
 from telegrad.errors import ProtocolError
 from telegrad.wire.memory import lend, size_class
 
-__all__ = ["SHARE_FROM", "SharedMemory", "is_available"]
+__all__ = ["SHARE_FROM", "SharedMemory", "is_available", "map_sealed", "sealed_memory"]
 
 SHARE_FROM = 1 << 16
 """Buffers of at least this many bytes go through shared memory; below it, a socket is faster."""
@@ -60,15 +60,7 @@ class _Segment:
     def __init__(self, number: int, size: int) -> None:
         self.number = number
         self.size = size
-        self.descriptor = os.memfd_create("telegrad", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(self.descriptor, _DATA + size)
-            # A borrower must be able to trust the size: reading past a shrunk file kills it.
-            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
-            self.mapping = _map(self.descriptor, _DATA + size)
-        except BaseException:
-            os.close(self.descriptor)
-            raise
+        self.descriptor, self.mapping = sealed_memory(_DATA + size)
         self.data = numpy.frombuffer(self.mapping, numpy.uint8, offset=_DATA)
         self.announced = False
         self.freed_at = time.monotonic()
@@ -155,16 +147,9 @@ class SharedMemory:
                     segment.retire()
 
     def learn(self, segment: int, descriptor: int) -> None:
-        try:
-            seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
-            size = os.fstat(descriptor).st_size
-            if seals & _SEALS != _SEALS or size <= _DATA:
-                raise ProtocolError("a shared-memory segment is not sealed")
-            mapping = _map(descriptor, size)
-        except OSError as error:
-            raise ProtocolError(f"a shared-memory segment cannot be mapped: {error}") from None
-        finally:
-            os.close(descriptor)
+        mapping = map_sealed(descriptor)
+        if len(mapping) <= _DATA:
+            raise ProtocolError("a shared-memory segment is too small")
         with self._lock:
             self._theirs[segment] = mapping
 
@@ -206,6 +191,35 @@ class SharedMemory:
                 segment.retire()
             self._own.clear()
             self._theirs.clear()
+
+
+def sealed_memory(size: int) -> tuple[int, mmap.mmap]:
+    """Anonymous memory that another process can map by the descriptor."""
+    descriptor = os.memfd_create("telegrad", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(descriptor, size)
+        # The other process must be able to trust the size: reading past a shrunk file kills it.
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+        return descriptor, _map(descriptor, size)
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def map_sealed(descriptor: int) -> mmap.mmap:
+    """Maps another process's memory, and closes the descriptor.
+
+    Raises:
+        ProtocolError: it is not what `sealed_memory` makes.
+    """
+    try:
+        if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+            raise ProtocolError("a shared-memory segment is not sealed")
+        return _map(descriptor, os.fstat(descriptor).st_size)
+    except (OSError, ValueError) as error:
+        raise ProtocolError(f"a shared-memory segment cannot be mapped: {error}") from None
+    finally:
+        os.close(descriptor)
 
 
 def _map(descriptor: int, size: int) -> mmap.mmap:

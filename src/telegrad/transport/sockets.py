@@ -29,6 +29,8 @@ from telegrad.transport.base import (
     MemorySharing,
     TransportTimeout,
 )
+from telegrad.transport.mailbox import Mailbox
+from telegrad.transport.mailbox import is_available as has_mailboxes
 from telegrad.transport.patience import DEFAULT_WINDOW, Patience
 from telegrad.wire.frames import BUFFER, HEADER, Frame, Kind, Limits, pack_header, unpack_header
 from telegrad.wire.memory import BufferPool
@@ -43,6 +45,7 @@ _MOST_DESCRIPTORS = 64  # in one message; the kernel's limit is 253
 _FIRST_STEP = 1 << 20  # a body grows as its bytes come: nothing is allocated on a header's word
 _ANCILLARY = socket.CMSG_SPACE(_MOST_DESCRIPTORS * array.array("i").itemsize)
 _REST_SECONDS = 100e-6
+_WAKE = pack_header(Kind.WAKE, 0, 0, 0, -1, -1, 0)
 _NEW_SEGMENT = 1  # in a buffer's descriptor: its segment's file descriptor comes with this frame
 
 
@@ -68,6 +71,9 @@ class SocketConnection:
         self._memory: MemorySharing | None = None
         self._descriptors: collections.deque[int] = collections.deque()
         self._passes_descriptors = sock.family == socket.AF_UNIX
+        self._mailbox: Mailbox | None = None
+        self._frames_sent = self._frames_read = 0  # by the socket, since there is a mailbox
+        self._looks = 0
 
     # -- sending
 
@@ -85,13 +91,23 @@ class SocketConnection:
         for part in body:
             length += len(part)
         header = pack_header(kind, flags, len(buffers), call_id, context_id, message_id, length)
+        mailbox = self._mailbox
         if not buffers:
             total = HEADER.size + length
             if total <= _JOINED_UP_TO:
-                self._write([b"".join((header, *body))], (), total)
+                whole = b"".join((header, *body))
+                if mailbox is not None and mailbox.put(whole, self._frames_sent):
+                    if mailbox.is_other_asleep():
+                        self._frames_sent += 1
+                        self._write([_WAKE], (), HEADER.size)
+                    return
+                self._frames_sent += 1
+                self._write([whole], (), total)
             else:
+                self._frames_sent += 1
                 self._write([header, *body], (), total)
             return
+        self._frames_sent += 1
         table = bytearray()
         streamed: list[memoryview] = []
         announced: list[int] = []
@@ -142,14 +158,27 @@ class SocketConnection:
     # -- receiving
 
     def receive(self) -> Frame:
-        if self._end - self._start < HEADER.size:
-            if self._start == self._end:
+        while True:
+            mailbox = self._mailbox
+            if mailbox is not None:
+                message = self._take_message(mailbox)
+                if message is not None:
+                    self.reads += 1
+                    return self._unpacked(message)
+            elif self._start == self._end:
                 self._patience.look(self._is_readable)
             self._fill(HEADER.size)
+            frame = self._read_frame()
+            if frame is not None:
+                return frame
+
+    def _read_frame(self) -> Frame | None:
+        """The frame whose header is ahead; None if it was meant for the connection itself."""
         kind, flags, buffer_count, call_id, context_id, message_id, length = unpack_header(
             self._ahead, self._start, self._limits
         )
         self._start += HEADER.size
+        self._frames_read += 1
         buffers: list[Any] = []
         if not buffer_count:
             body = self._take(length)
@@ -161,10 +190,87 @@ class SocketConnection:
             buffers += [self._buffer(*entry) for entry in table]
         if self._start == self._end:
             self._start = self._end = 0
+        if kind is Kind.WAKE:
+            return None
+        if kind is Kind.MAILBOX:
+            self._accept_mailbox()
+            return None
         return Frame(kind, flags, call_id, context_id, message_id, body, buffers)
 
+    def _take_message(self, mailbox: Mailbox) -> bytes | None:
+        """The next message, out of the mailbox; None if it comes by the socket."""
+        mailbox.wake_up()
+        while True:
+            is_one_here = mailbox.has_new()  # asked first: one may come at any time
+            message = mailbox.take(self._frames_read)
+            if message is not None or is_one_here or self._end > self._start:
+                return message
+            if self._patience.look(self._is_anything_there):
+                if not mailbox.has_new():
+                    return None
+            elif mailbox.fall_asleep():
+                return None
+
+    def _is_anything_there(self) -> bool:
+        if self._mailbox is not None and self._mailbox.has_new():
+            return True
+        self._looks += 1
+        return not self._looks & 7 and bool(self._is_readable())
+
+    def _unpacked(self, message: bytes) -> Frame:
+        kind, flags, buffer_count, call_id, context_id, message_id, length = unpack_header(
+            message, 0, self._limits
+        )
+        if buffer_count or HEADER.size + length != len(message):
+            raise ProtocolError("a message in a mailbox is not as long as it says")
+        return Frame(kind, flags, call_id, context_id, message_id, message[HEADER.size :], [])
+
+    def open_mailbox(self) -> None:
+        if self._memory is None or not self._patience.is_on or not has_mailboxes():
+            return
+        try:
+            made, descriptor = Mailbox.make()
+        except OSError:
+            return  # no memory for it: the socket still works
+        try:
+            header = pack_header(Kind.MAILBOX, 0, 0, 0, -1, -1, 0)
+            self._write([header], [descriptor], HEADER.size)
+        except BaseException:
+            made.close()
+            raise
+        finally:
+            os.close(descriptor)
+        self._frames_sent = self._frames_read = 0
+        self._mailbox = made
+
+    def _accept_mailbox(self) -> None:
+        if self._memory is None or self._mailbox is not None or not self._descriptors:
+            raise ProtocolError("a mailbox came that was not agreed on")
+        self._mailbox = Mailbox.open(self._descriptors.popleft())
+        self._frames_sent = self._frames_read = 0
+
     def poll(self) -> bool:
-        return self._end > self._start or _is_ready(self._socket, select.POLLIN, 0)
+        if self._mailbox is None:
+            return self._end > self._start or _is_ready(self._socket, select.POLLIN, 0)
+        return self._has_message(self._mailbox)
+
+    def _has_message(self, mailbox: Mailbox) -> bool:
+        """Whether a message is there, or the end: not just a frame that has come too late to wake
+        anybody."""
+        while True:
+            if self._end - self._start >= HEADER.size:
+                if self._ahead[self._start : self._start + HEADER.size] != _WAKE:
+                    return True
+                self._read_frame()
+            elif self._end > self._start or mailbox.has_new():
+                return True
+            elif not self._is_readable():
+                return False
+            else:
+                count = self._try_read(self._ahead)
+                if count <= 0:
+                    return True
+                self._start, self._end = 0, count
 
     def _fill(self, needed: int) -> None:
         """Reads until `needed` bytes are ahead; needed <= _READ_AHEAD."""
@@ -266,10 +372,16 @@ class SocketConnection:
         return count
 
     def has_more(self) -> bool:
-        if self._end == self._start:
-            if not self._patience.look(self._is_readable):
+        mailbox = self._mailbox
+        if mailbox is None:
+            if self._end == self._start:
+                if not self._patience.look(self._is_readable):
+                    return False
+                self._fill(1)
+            return True
+        while not self._has_message(mailbox):
+            if not self._patience.look(self._is_anything_there) and mailbox.fall_asleep():
                 return False
-            self._fill(1)
         return True
 
     def _keep_descriptors(self, ancillary: list[tuple[int, int, bytes]]) -> None:
@@ -319,6 +431,9 @@ class SocketConnection:
     def close(self) -> None:
         while self._descriptors:
             os.close(self._descriptors.popleft())
+        if self._mailbox is not None:
+            self._mailbox.close()
+            self._mailbox = None
         self._socket.close()
 
 

@@ -53,6 +53,8 @@ class Kind(IntEnum):
     PING = 1
     PONG = 2
     GOODBYE = 3
+    MAILBOX = 4
+    WAKE = 5
     # Calls
     CALL = 10
     REMOTE = 11

@@ -1,0 +1,258 @@
+"""The short way of small messages: what goes by it, in which order; nothing is slept over."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import multiprocessing
+import os
+import random
+import socket
+import struct
+import threading
+import time
+
+import pytest
+
+from telegrad.errors import ProtocolError
+from telegrad.testing.transport_contract import joined
+from telegrad.transport import mailbox
+from telegrad.transport.base import ConnectionClosed
+from telegrad.transport.mailbox import ROOM, Mailbox
+from telegrad.transport.shm import SharedMemory
+from telegrad.transport.sockets import SocketConnection, UnixTransport
+from telegrad.wire.frames import Kind, Limits, pack_header
+from telegrad.wire.memory import BufferPool
+
+pytestmark = pytest.mark.skipif(
+    not mailbox.is_available(), reason="there are no mailboxes on this processor"
+)
+
+
+@pytest.fixture
+def ends():
+    first, descriptor = Mailbox.make()
+    second = Mailbox.open(descriptor)
+    yield first, second
+    first.close()
+    second.close()
+
+
+@contextlib.contextmanager
+def connections(busy_wait=1e-3):
+    with joined(UnixTransport(BufferPool(), Limits(), busy_wait=busy_wait)) as (one, other):
+        memories = SharedMemory(), SharedMemory()
+        one.share_memory(memories[0])
+        other.share_memory(memories[1])
+        one.open_mailbox()
+        yield one, other
+        for memory in memories:
+            memory.close()
+
+
+def test_a_message_is_taken_once_and_then_there_is_room_for_the_next(ends):
+    for sender, reader in (ends, ends[::-1]):
+        assert reader.take(0) is None
+        assert sender.put(b"one", 0)
+        assert not sender.put(b"two", 0)  # the first is still there
+        assert reader.has_new()
+        assert reader.take(0) == b"one"
+        assert reader.take(0) is None
+        assert sender.put(b"", 0)
+        assert reader.take(0) == b""
+
+
+def test_what_does_not_fit_goes_elsewhere(ends):
+    sender, reader = ends
+    assert not sender.put(bytes(ROOM + 1), 0)
+    assert sender.put(bytes(ROOM), 0)
+    assert reader.take(0) == bytes(ROOM)
+
+
+def test_a_message_waits_for_those_that_were_sent_before_it(ends):
+    sender, reader = ends
+    assert sender.put(b"later", 2)
+    assert reader.take(0) is None
+    assert reader.take(1) is None
+    assert reader.take(3) == b"later"  # the third came after it, and only to wake
+
+
+def test_a_sleeper_is_left_alone_and_one_who_falls_asleep_is_noticed(ends):
+    sender, reader = ends
+    assert reader.fall_asleep()
+    assert sender.is_other_asleep()
+    assert not sender.put(b"no", 0)
+    reader.wake_up()
+    assert sender.put(b"yes", 0)
+    assert not sender.is_other_asleep()
+    assert not reader.fall_asleep()  # it sees the message, and stays awake
+    assert not sender.is_other_asleep()
+    assert reader.take(0) == b"yes"
+
+
+def steps_of_sender(state):
+    """`put` and what follows, as the single reads and writes that the processor sees."""
+    if state["asleep"]:
+        state["socket"] += 1
+        return
+    yield
+    state["new"] = True
+    yield
+    if state["asleep"]:
+        yield
+        state["wake"] += 1
+
+
+def steps_of_reader(state):
+    """`fall_asleep`, from a look that has found nothing."""
+    yield
+    state["asleep"] = True
+    yield
+    if state["new"]:
+        state["asleep"] = False
+        state["taken"] = True
+        return
+    yield
+    state["sleeps"] = True
+
+
+def test_in_no_order_is_a_message_slept_over():
+    orders = 0
+    for order in set(itertools.permutations("s" * 4 + "r" * 4)):
+        state = dict.fromkeys(("asleep", "new", "taken", "sleeps"), False)
+        state.update(socket=0, wake=0)
+        actors = {"s": steps_of_sender(state), "r": steps_of_reader(state)}
+        for actor in order:
+            next(actors[actor], None)
+        for actor in actors.values():
+            for _ in actor:
+                pass
+        # Whoever sleeps for good has something coming on the socket to wake it.
+        assert state["taken"] or state["socket"] or state["wake"] or not state["sleeps"], order
+        orders += 1
+    assert orders == 70
+
+
+def test_the_size_and_the_seals_are_checked():
+    descriptor = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, 1 << 15)
+    with pytest.raises(ProtocolError, match="not sealed"):
+        Mailbox.open(descriptor)
+    from telegrad.transport.shm import sealed_memory
+
+    descriptor, mapping = sealed_memory(4096)
+    with pytest.raises(ProtocolError, match="wrong size"):
+        Mailbox.open(descriptor)
+    mapping.close()
+
+
+def test_a_length_that_lies_is_refused(ends):
+    sender, reader = ends
+    assert sender.put(b"text", 0)
+    struct.pack_into("<Q", sender._mapping, 8, ROOM + 1)
+    with pytest.raises(ProtocolError, match="does not fit"):
+        reader.take(0)
+
+
+@pytest.mark.parametrize("message", [b"", b"TG", pack_header(Kind.CALL, 0, 0, 0, -1, -1, 5) + b"1"])
+def test_a_message_that_is_no_frame_is_refused(message):
+    with connections() as (one, other):
+        one.send(Kind.PING)
+        other.receive()
+        assert one._mailbox.put(message, one._frames_sent)
+        with pytest.raises((ProtocolError, struct.error)):
+            other.receive()
+
+
+def test_a_mailbox_that_was_not_agreed_on_is_refused():
+    ours, theirs = socket.socketpair()
+    connection = SocketConnection(ours, BufferPool(), Limits())
+    theirs.sendall(pack_header(Kind.MAILBOX, 0, 0, 0, -1, -1, 0))
+    with pytest.raises(ProtocolError, match="not agreed on"):
+        connection.receive()
+    connection.close()
+    theirs.close()
+
+
+def test_a_frame_that_comes_too_late_to_wake_anybody_is_no_message():
+    with connections() as (one, other):
+        one.send(Kind.PING)
+        assert other.receive().kind is Kind.PING
+        other._write([pack_header(Kind.WAKE, 0, 0, 0, -1, -1, 0)], (), 36)
+        assert not one.poll()
+        assert not one.has_more()
+        other.send(Kind.PONG)
+        assert one.poll()
+        assert one.has_more()
+        assert one.receive().kind is Kind.PONG
+
+
+def test_the_end_of_the_other_side_ends_a_look():
+    with connections(busy_wait=60.0) as (one, other):
+        threading.Timer(0.05, other.interrupt).start()
+        with pytest.raises(ConnectionClosed):
+            one.receive()
+
+
+def test_it_is_closed_with_its_connection():
+    with connections() as (one, other):
+        one.send(Kind.PING)
+        other.receive()
+        mappings = one._mailbox._mapping, other._mailbox._mapping
+    assert all(mapping.closed for mapping in mappings)
+
+
+def echo(sock, seconds, count, seed):
+    dice = random.Random(seed)
+    memory = SharedMemory()
+    connection = SocketConnection(sock, BufferPool(), Limits(), seconds)
+    connection.share_memory(memory)
+    for _ in range(count):
+        frame = connection.receive()
+        if dice.random() < 0.2:
+            time.sleep(dice.choice((0, 1e-5, 1e-4)))
+        buffers = [memoryview(buffer) for buffer in frame.buffers]
+        connection.send(Kind.REPLY, 0, frame.call_id, -1, -1, (frame.body,), buffers)
+        del buffers
+        del frame
+    connection.close()
+    memory.close()
+
+
+@pytest.mark.parametrize("seconds", [1e-9, 2e-5, 1e-3])
+def test_a_process_that_often_falls_asleep_gets_every_message(seconds):
+    """The race between putting in and falling asleep, over and over, between real processes."""
+    count, dice = 4000, random.Random(1)
+    ours, theirs = socket.socketpair()
+    process = multiprocessing.get_context("fork").Process(
+        target=echo, args=(theirs, seconds, count, 2)
+    )
+    process.start()
+    theirs.close()
+    memory = SharedMemory()
+    connection = SocketConnection(ours, BufferPool(), Limits(), seconds)
+    connection.share_memory(memory)
+    connection.set_timeout(30.0)  # a message that was slept over ends in an error
+    connection.open_mailbox()
+    by_mailbox = 0
+    for number in range(count):
+        body = dice.randbytes(dice.choice((0, 10, 200, 4000, ROOM, 70_000)))
+        buffers = [memoryview(bytes(100_000))] if dice.random() < 0.02 else []
+        before = connection._frames_sent
+        connection.send(Kind.CALL, 0, number, -1, -1, (body,), buffers)
+        by_mailbox += connection._frames_sent == before
+        if dice.random() < 0.2:
+            time.sleep(dice.choice((0, 1e-5, 1e-4)))
+        if dice.random() < 0.5:
+            connection.has_more()
+        frame = connection.receive()
+        assert frame.call_id == number
+        assert frame.body == body
+        assert len(frame.buffers) == len(buffers)
+        del frame
+    if seconds == 1e-3:
+        assert by_mailbox > count // 10
+    connection.close()
+    memory.close()
+    process.join(10)
+    assert process.exitcode == 0
