@@ -100,13 +100,13 @@ class Member:
         else:
             is_open = self.frontier.awaited or self.is_kept
             standing = Standing.OPEN if is_open else Standing.CLOSED
-        parcels = self.share.split(len(outgoing), standing)
+        parcels = self.share.split(len(outgoing), standing) if outgoing else []
         for id_, (credit, reports) in zip(outgoing, parcels, strict=True):
             self.world.send(worker_of(id_), ("gradients", id_, credit, reports))
         if standing is Standing.CLOSED and self.worker != 0:
             del self.world.members[self.worker]
         if not outgoing:
-            self.world.send(0, ("credit", *self.share.give_up()))
+            self.world.send(0, ("credit", *self.share.give_up(standing)))
 
 
 class World:

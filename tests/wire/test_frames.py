@@ -62,6 +62,8 @@ def test_the_numbers_of_the_kinds_are_pinned():
         "PING": 1,
         "PONG": 2,
         "GOODBYE": 3,
+        "MAILBOX": 4,
+        "WAKE": 5,
         "CALL": 10,
         "REMOTE": 11,
         "REPLY": 12,

@@ -7,7 +7,7 @@ extensions that each worker gets, the recorder that an agent asks about every me
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from telegrad import autograd
 from telegrad.autograd.engine import AutogradEngine
@@ -42,10 +42,8 @@ class _Attached:
 
 def _engine_here() -> AutogradEngine | None:
     worker = current.acting()
-    if worker is None:
-        return None
-    attached = worker.extensions.get(_NAME)
-    return attached.engine if isinstance(attached, _Attached) else None
+    # Asked for at every step: the agent's recorder is the engine, set above.
+    return None if worker is None else cast("AutogradEngine | None", worker.agent.recorder)
 
 
 def _backward_from(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:

@@ -125,7 +125,7 @@ class DistAutogradContext:
     def note_roots(self, roots: Iterable[torch.Tensor]) -> None:
         """A pass begins from these. Pictures of the graph begin there too; a context keeps none of
         them alive."""
-        self._roots = [weakref.ref(root) for root in roots]
+        self._roots = list(map(weakref.ref, roots))
 
     def living_roots(self) -> list[torch.Tensor]:
         """The roots of the latest pass that began here, as far as the program still has them."""

@@ -33,6 +33,7 @@ from telegrad.autograd.pass_protocol import (
     Effect,
     EndPass,
     PassControl,
+    Reports,
     Standing,
     StrikeOff,
 )
@@ -204,18 +205,25 @@ class AutogradEngine(ContextRegistry):
             if last is not None:
                 with context.lock:  # others may go on while this thread waits
                     context.is_running = False
-                self._converse(into, last)
-            with context.lock:
-                if last is not None and context.is_running:
-                    return
-                context.is_running = bool(context.work)
-                if not context.is_running:
-                    return
-                batch = _take_batch(context)
+                came = self._converse(into, last)
+                with context.lock:
+                    if came:
+                        context.work.extend(came)
+                        context.notify()
+                    if context.is_running or not context.work:
+                        return
+                    context.is_running = True
+                    batch = _take_batch(context)
+            else:
+                with context.lock:
+                    if not context.work:
+                        context.is_running = False
+                        return
+                    batch = _take_batch(context)
+                if self._messenger is not None:
+                    # What comes next is not for the worker that may be waiting for this one.
+                    self._messenger.end_conversation()
             into = batch[0].into
-            if last is None and self._messenger is not None:
-                # What comes next is not for the worker that may be waiting for this one.
-                self._messenger.end_conversation()
 
     def _advance(self, live: LivePass, batch: Sequence[Arrival]) -> _Parcel | None:
         """One wave over what has come, and what it sends; all but a message that is returned, for
@@ -241,16 +249,20 @@ class AutogradEngine(ContextRegistry):
             )
             return None
         standing = live.standing
-        parcels = live.share.split(len(outgoing), standing)
         if live.control is None and standing is Standing.CLOSED:
             with context.lock:
                 context.passes.pop(live.id, None)
-        if not parcels:
-            self._return_credit(live)
-            return None
         packed: list[_Parcel] = []
-        for (credit, reports), message in zip(parcels, outgoing, strict=True):
-            packed.append(self._pack(live, message, credit, reports))
+        if len(outgoing) < 2:
+            credit, reports = live.share.give_up(standing)
+            if not outgoing:
+                self._return_credit(live, credit, reports)
+                return None
+            packed.append(self._pack(live, outgoing[0], credit, reports))
+        else:
+            parcels = live.share.split(len(outgoing), standing)
+            for (credit, reports), message in zip(parcels, outgoing, strict=True):
+                packed.append(self._pack(live, message, credit, reports))
         last: _Parcel | None = None
         if live.caller_thread == threading.get_ident() and packed[-1][0] != self.worker_id:
             last = packed.pop()
@@ -310,8 +322,8 @@ class AutogradEngine(ContextRegistry):
             return False
         return True
 
-    def _converse(self, live: LivePass, parcel: _Parcel) -> None:
-        """Sends a message and takes what comes back; the next round of the caller's loop runs it.
+    def _converse(self, live: LivePass, parcel: _Parcel) -> list[Arrival]:
+        """Sends a message and returns what it brings back for this context.
 
         The wait ends when the other worker's wave has, when that worker is lost, or when the pass
         is over for another reason: `LivePass.finish` interrupts it then.
@@ -324,19 +336,20 @@ class AutogradEngine(ContextRegistry):
             )
         except TelegradError as error:
             self._fail_to_send(live, to, error)
-            return
+            return []
+        arrivals: list[Arrival] = []
         for kind, body in came:
             if kind is Kind.GRADIENTS:
                 arrival = self._arrival(to, body)
-                if arrival is not None:
-                    context = arrival.into.context
-                    with context.lock:
-                        context.work.append(arrival)
-                        context.notify()
-                    if context is not live.context:
-                        self._run_what_is_left(context)
+                if arrival is None:
+                    continue
+                if arrival.into.context is live.context:
+                    arrivals.append(arrival)
+                else:
+                    self._bring(arrival.into.context, arrival)
             else:
                 self._handlers[kind](to, body)
+        return arrivals
 
     def _fail_to_send(self, live: LivePass, to: int, error: TelegradError) -> None:
         worker = to if isinstance(error, WorkerLost) else self.worker_id
@@ -415,8 +428,7 @@ class AutogradEngine(ContextRegistry):
 
     # Completion and resolution
 
-    def _return_credit(self, live: LivePass) -> None:
-        credit, reports = live.share.give_up()
+    def _return_credit(self, live: LivePass, credit: Credit, reports: Reports) -> None:
         if live.control is not None:
             with live.context.lock:
                 effects = live.control.credit_returned(credit, reports)

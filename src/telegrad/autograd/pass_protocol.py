@@ -106,26 +106,22 @@ class PassShare:
             merge_reports(self._reports, reports)
 
     def split(self, parcels: int, standing: Standing) -> list[tuple[Credit, Reports]]:
-        """A wave has ended and sends so many gradient messages: what each of them carries.
+        """A wave has ended and sends several gradient messages: what each of them carries.
 
         Messages that came meanwhile count as under way until they are taken. The first parcel
         carries the reports: all credit comes home, so one is enough.
         """
-        self._reports_made += 1
-        self._reports[self._worker] = (self._reports_made, standing)
-        if not parcels:
-            return []
-        credit, self._credit = self._credit, 0
-        reports, self._reports = self._reports, {}
-        if parcels == 1:
-            return [(credit, reports)]
+        credit, reports = self.give_up(standing)
         share: Credit = credit / Fraction(parcels)
         return [(share, reports)] + [(share, {}) for _ in range(parcels - 1)]
 
-    def give_up(self) -> tuple[Credit, Reports]:
-        """Idle, and nothing was sent on: what goes home to the initiator."""
-        credit, self._credit = self._credit, 0
+    def give_up(self, standing: Standing) -> tuple[Credit, Reports]:
+        """A wave has ended: all that it carries on to one worker, or, if nothing is sent on, home
+        to the initiator."""
+        self._reports_made += 1
         reports, self._reports = self._reports, {}
+        reports[self._worker] = (self._reports_made, standing)
+        credit, self._credit = self._credit, 0
         return credit, reports
 
 

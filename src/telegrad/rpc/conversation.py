@@ -33,6 +33,8 @@ _PIECE = struct.Struct("<BI")
 class Interruption:
     """Lets another thread end a wait on a descriptor. Costs nothing until somebody really waits."""
 
+    __slots__ = ("_descriptor", "_is_interrupted", "_lock", "_pollers")
+
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards what follows: a closed descriptor's number may be
         self._descriptor = -1  # somebody else's
@@ -60,6 +62,8 @@ class Interruption:
         return any(ready == descriptor for ready, _ in poller.poll())
 
     def close(self) -> None:
+        if not self._pollers:
+            return  # nobody has waited
         with self._lock:
             if self._descriptor >= 0:
                 os.close(self._descriptor)

@@ -265,7 +265,10 @@ class Codec:
             if tag in _SMALL_TABLES:
                 entries, need_grad, position = unpack_small(view, 1)
                 if need_grad:
-                    give_grad(entries, need_grad, attach)
+                    if attach is not None and len(need_grad) == len(entries):
+                        entries = list(attach(entries))
+                    else:
+                        give_grad(entries, need_grad, attach)
                 if tag != _SMALL:
                     if position != len(view):
                         raise ProtocolError("damaged message: it is longer than its tensors")
