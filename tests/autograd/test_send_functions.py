@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import weakref
 
 import numpy as np
@@ -103,3 +105,42 @@ def test_one_refuses_undefined_gradients():
         sent()
     sent.set_grads([torch.ones(2), torch.zeros(2)])
     assert [grad.sum().item() for grad in sent()] == [2.0, 0.0]
+
+
+ALL_THREADS = """
+import threading, time
+import torch
+from telegrad.autograd.nodes import SendFunction
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+leaf = torch.ones(4, requires_grad=True)
+sent = SendFunction([leaf], to=1)
+assert sent.next_functions[0][0].variable is leaf
+end = time.monotonic() + 3
+
+def use(function):
+    while time.monotonic() < end:
+        function(leaf)
+
+uses = [lambda x: x * 2, lambda x: x * 2, Double.apply]
+threads = [threading.Thread(target=use, args=(function,), daemon=True) for function in uses]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+
+
+def test_a_leaf_that_was_sent_can_be_used_by_all_threads():
+    """With nothing but the object of its AccumulateGrad node kept, these threads stand still within
+    a second: see `nodes`."""
+    command = [sys.executable, "-W", "ignore", "-c", ALL_THREADS]
+    assert subprocess.run(command, timeout=60, check=False).returncode == 0

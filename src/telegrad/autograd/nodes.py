@@ -10,7 +10,12 @@ in torch leads to it, since a pass enters the graph at its next functions, and a
 would take ten times longer to make.
 
 A node's object keeps the node and what it leads to, but not the memory of its outputs: since
-torch 2.13 that is so for Python nodes too.
+torch 2.13 that is so for Python nodes too. But nobody may keep a leaf's AccumulateGrad node by its
+object alone. Torch looks the node up for every operation on the leaf, under the leaf's mutex, and
+if its object is all that keeps it, torch has to count a reference to that object, for which it
+waits for the interpreter lock. Meanwhile another thread that has this lock, in the `apply` of a
+Python function, waits for the mutex, and both stand still for ever. So something of torch's that
+leads to the node is kept as well.
 """
 
 from __future__ import annotations
@@ -102,7 +107,7 @@ class SendFunction:
         tensors: they all require grad. Of those with a history only that is kept.
     """
 
-    __slots__ = ("_edges", "_grads", "_targets", "is_of_leaves", "is_spent", "to")
+    __slots__ = ("_edges", "_grads", "_kept", "_targets", "is_of_leaves", "is_spent", "to")
 
     def __init__(self, tensors: Sequence[torch.Tensor], to: int) -> None:
         self.to = to
@@ -118,6 +123,7 @@ class SendFunction:
                 self.is_of_leaves = False
                 self._targets.append((node, tensor.output_nr))
         self._edges: tuple[tuple[Any, int], ...] | None = None
+        self._kept: list[object] = []  # lead to the leaves' nodes
         self._grads: Sequence[torch.Tensor | None] = ()
 
     @property
@@ -125,10 +131,18 @@ class SendFunction:
         """The edges that gradients leave by. That of a leaf takes a while to find: it is looked for
         when it is asked for, which may be when there is time, while gradients are awaited."""
         if self._edges is None:
-            self._edges = tuple(
-                target if type(target) is tuple else _edge_into(target)  # type: ignore[arg-type]
-                for target in self._targets
-            )
+            edges: list[tuple[Any, int]] = []
+            for target in self._targets:
+                if isinstance(target, tuple):
+                    edges.append(target)
+                    continue
+                function = _function_of(target)
+                if function is None:
+                    edges.append((None, 0))
+                else:
+                    self._kept.append(function)
+                    edges.append(function.next_functions[0])
+            self._edges = tuple(edges)
             self._targets = []
         return self._edges
 
@@ -195,11 +209,11 @@ _trigger = torch.zeros((), requires_grad=True)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def _edge_into(leaf: torch.Tensor) -> tuple[Any, int]:
-    """The edge that leads into a leaf's AccumulateGrad node: any function of the leaf has it. One
-    that no longer requires grad gets none, as in torch."""
+def _function_of(leaf: torch.Tensor) -> Any:
+    """A node that leads to the leaf's; None if it no longer requires grad: then it gets no gradient,
+    as in torch."""
     if not leaf.requires_grad or leaf.grad_fn is not None:
-        return None, 0
+        return None
     if type(leaf) not in _PLAIN or leaf.layout is not torch.strided:
         with torch.enable_grad():  # there may be no view of it
             made: Any = _Edges.apply(leaf)  # type: ignore[no-untyped-call]
@@ -208,8 +222,7 @@ def _edge_into(leaf: torch.Tensor) -> tuple[Any, int]:
     else:
         with torch.enable_grad():
             made = leaf.view_as(leaf)
-    edge: tuple[Any, int] = made.grad_fn.next_functions[0]
-    return edge
+    return made.grad_fn
 
 
 def recv_history(
