@@ -210,7 +210,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def _function_of(leaf: torch.Tensor) -> Any:
-    """A node that leads to the leaf's; None if it no longer requires grad: then it gets no gradient,
+    """A node that leads to the leaf's; None if it requires grad no more: it gets no gradient then,
     as in torch."""
     if not leaf.requires_grad or leaf.grad_fn is not None:
         return None

@@ -22,7 +22,8 @@ from dataclasses import dataclass
 
 from telegrad.errors import TelegradError
 from telegrad.rpc import current
-from telegrad.transport.base import Connection, Listener, MemorySharing, Transport
+from telegrad.transport.base import Connection, Transport
+from telegrad.transport.wrapping import WrappedConnection, WrappedTransport
 from telegrad.wire.frames import BUFFER, HEADER, Frame, Kind
 
 __all__ = ["Traffic", "TrafficCount", "traffic"]
@@ -52,7 +53,7 @@ class Traffic:
         self._ended: Counter[str] = Counter()
 
     def __call__(self, transport: Transport) -> Transport:
-        return _MeteredTransport(transport, self)
+        return WrappedTransport(transport, lambda connection: _MeteredConnection(connection, self))
 
     def __reduce__(self) -> tuple[type[Traffic], tuple[()]]:
         return Traffic, ()
@@ -108,51 +109,15 @@ class _Meter:
     calls_served: int = 0
 
 
-class _MeteredTransport:
-    def __init__(self, transport: Transport, traffic: Traffic) -> None:
-        self._transport = transport
-        self._traffic = traffic
-
-    def listen(self) -> Listener:
-        return _MeteredListener(self._transport.listen(), self._traffic)
-
-    def connect(self, address: str, timeout: float) -> Connection:
-        return _MeteredConnection(self._transport.connect(address, timeout), self._traffic)
-
-
-class _MeteredListener:
-    def __init__(self, listener: Listener, traffic: Traffic) -> None:
-        self._listener = listener
-        self._traffic = traffic
-
-    @property
-    def address(self) -> str:
-        return self._listener.address
-
-    def accept(self) -> Connection:
-        return _MeteredConnection(self._listener.accept(), self._traffic)
-
-    def close(self) -> None:
-        self._listener.close()
-
-
-class _MeteredConnection:
+class _MeteredConnection(WrappedConnection):
     def __init__(self, connection: Connection, traffic: Traffic) -> None:
-        self._connection = connection
+        super().__init__(connection)
         self._traffic = traffic
         self._meter = traffic.begin()
-        self.receive_bytes = connection.receive_bytes
-        self.send_bytes = connection.send_bytes
-        self.poll = connection.poll
-        self.has_more = connection.has_more
-        self.fileno = connection.fileno
-        self.set_timeout = connection.set_timeout
-        self.open_mailbox = connection.open_mailbox
-        self.interrupt = connection.interrupt
-
-    @property
-    def reads(self) -> int:
-        return self._connection.reads
+        # What is called often and not counted, without a step in between.
+        self.poll = connection.poll  # type: ignore[method-assign]
+        self.has_more = connection.has_more  # type: ignore[method-assign]
+        self.set_timeout = connection.set_timeout  # type: ignore[method-assign]
 
     def send(
         self,
@@ -164,7 +129,7 @@ class _MeteredConnection:
         body: Sequence[bytes | memoryview] = (),
         buffers: Sequence[memoryview] = (),
     ) -> None:
-        self._connection.send(kind, flags, call_id, context_id, message_id, body, buffers)
+        super().send(kind, flags, call_id, context_id, message_id, body, buffers)
         meter = self._meter
         meter.messages_sent += 1
         meter.calls_made += kind in _CALLS
@@ -175,7 +140,7 @@ class _MeteredConnection:
         )
 
     def receive(self) -> Frame:
-        frame = self._connection.receive()
+        frame = super().receive()
         meter = self._meter
         meter.messages_received += 1
         meter.calls_served += frame.kind in _CALLS
@@ -186,9 +151,6 @@ class _MeteredConnection:
         )
         return frame
 
-    def share_memory(self, memory: MemorySharing) -> None:
-        self._connection.share_memory(memory)
-
     def close(self) -> None:
-        self._connection.close()
+        super().close()
         self._traffic.end(self._meter)

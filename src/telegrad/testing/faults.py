@@ -33,15 +33,9 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from telegrad.rpc import current
-from telegrad.transport.base import (
-    Connection,
-    ConnectionClosed,
-    Listener,
-    MemorySharing,
-    Transport,
-    TransportTimeout,
-)
-from telegrad.wire.frames import Flags, Frame, Kind, split_rider
+from telegrad.transport.base import Connection, Transport
+from telegrad.transport.wrapping import LateConnection, WrappedTransport, without_rider
+from telegrad.wire.frames import Kind
 
 __all__ = ["Fault", "Faults"]
 
@@ -150,7 +144,7 @@ class Faults:
         return self._campaign.struck()
 
     def __call__(self, transport: Transport) -> Transport:
-        return _FaultyTransport(transport, self)
+        return WrappedTransport(transport, lambda connection: _FaultyConnection(connection, self))
 
     def __reduce__(self) -> tuple[type[Faults], tuple[int, tuple[Fault, ...]]]:
         return Faults, (self.seed, self.rules)
@@ -201,45 +195,12 @@ class _Campaign:
         )
 
 
-class _FaultyTransport:
-    def __init__(self, transport: Transport, faults: Faults) -> None:
-        self._transport = transport
-        self._faults = faults
-
-    def listen(self) -> Listener:
-        return _FaultyListener(self._transport.listen(), self._faults)
-
-    def connect(self, address: str, timeout: float) -> Connection:
-        return _FaultyConnection(self._transport.connect(address, timeout), self._faults)
-
-
-class _FaultyListener:
-    def __init__(self, listener: Listener, faults: Faults) -> None:
-        self._listener = listener
-        self._faults = faults
-
-    @property
-    def address(self) -> str:
-        return self._listener.address
-
-    def accept(self) -> Connection:
-        return _FaultyConnection(self._listener.accept(), self._faults)
-
-    def close(self) -> None:
-        self._listener.close()
-
-
-class _FaultyConnection:
+class _FaultyConnection(LateConnection):
     """A connection whose messages meet their fate on the way out."""
 
     def __init__(self, connection: Connection, faults: Faults) -> None:
-        self._connection = connection
+        super().__init__(connection)
         self._faults = faults
-        self._send_lock = threading.Lock()  # delayed messages leave from threads of their own
-
-    @property
-    def reads(self) -> int:
-        return self._connection.reads
 
     def send(
         self,
@@ -251,77 +212,21 @@ class _FaultyConnection:
         body: Sequence[bytes | memoryview] = (),
         buffers: Sequence[memoryview] = (),
     ) -> None:
-        if flags & Flags.RIDER and body:
-            rider, _, rest = split_rider(b"".join(body))
-            fate = self._faults.fate_of(rider)
-            if fate is not None and fate.action == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            if fate is not None and fate.action == "drop":
-                flags, body = flags & ~Flags.RIDER, [rest]
+        flags, body, _ = without_rider(flags, body, self._loses_rider)
+        message = (kind, flags, call_id, context_id, message_id, body, buffers)
         fault = self._faults.fate_of(kind)
-        action = None if fault is None else fault.action
-        if action == "drop":
-            return
-        if action == "kill":
+        if fault is None:
+            self.send_now(*message)
+        elif fault.action == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        if fault is not None and action == "delay":
-            copies = [memoryview(bytes(buffer)) for buffer in buffers]
-            late = (kind, flags, call_id, context_id, message_id, [b"".join(body)], copies)
-            timer = threading.Timer(fault.seconds, self._send_late, late)
-            timer.daemon = True
-            timer.start()
-            return
-        with self._send_lock:
-            for _ in range(2 if action == "duplicate" else 1):
-                self._connection.send(kind, flags, call_id, context_id, message_id, body, buffers)
+        elif fault.action == "delay":
+            self.send_later(fault.seconds, *message)
+        elif fault.action == "duplicate":
+            self.send_now(*message)
+            self.send_now(*message)
 
-    def _send_late(
-        self,
-        kind: Kind,
-        flags: int,
-        call_id: int,
-        context_id: int,
-        message_id: int,
-        body: Sequence[bytes],
-        buffers: Sequence[memoryview],
-    ) -> None:
-        try:
-            with self._send_lock:
-                self._connection.send(kind, flags, call_id, context_id, message_id, body, buffers)
-        except (ConnectionClosed, TransportTimeout):
-            pass  # it came too late for this connection
-
-    def receive(self) -> Frame:
-        return self._connection.receive()
-
-    def send_bytes(self, data: bytes) -> None:
-        self._connection.send_bytes(data)
-
-    def receive_bytes(self, length: int) -> bytes:
-        return self._connection.receive_bytes(length)
-
-    def poll(self) -> bool:
-        return self._connection.poll()
-
-    def has_more(self) -> bool:
-        return self._connection.has_more()
-
-    def fileno(self) -> int:
-        return self._connection.fileno()
-
-    def set_timeout(self, seconds: float | None) -> None:
-        self._connection.set_timeout(seconds)
-
-    def open_mailbox(self) -> None:
-        self._connection.open_mailbox()
-
-    def share_memory(self, memory: MemorySharing) -> None:
-        self._connection.share_memory(memory)
-
-    def interrupt(self) -> None:
-        self._connection.interrupt()
-
-    def close(self) -> None:
-        self._connection.interrupt()  # ends a late message that is being sent
-        with self._send_lock:
-            self._connection.close()
+    def _loses_rider(self, kind: Kind, payload: bytes) -> bool:
+        fault = self._faults.fate_of(kind)
+        if fault is not None and fault.action == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return fault is not None and fault.action == "drop"

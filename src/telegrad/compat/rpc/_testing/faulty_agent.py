@@ -13,8 +13,8 @@ from torch._C._distributed_c10d import Store
 from telegrad.compat.rpc import constants
 from telegrad.compat.rpc._testing.faulty_transport import (
     FaultPlan,
-    FaultyTransport,
     call_kind,
+    faulty_transport,
 )
 from telegrad.compat.rpc.agents import TensorPipeAgent
 from telegrad.compat.rpc.backend_registry import start_agent
@@ -62,7 +62,7 @@ def start(
     """Starts a worker whose transport, and whose calls to itself, are faulty."""
     plan = FaultPlan(options.messages_to_fail, options.messages_to_delay, options.num_fail_sends)
     rpc_options = replace(
-        to_rpc_options(options), wrap_transport=lambda inner: FaultyTransport(inner, plan)
+        to_rpc_options(options), wrap_transport=lambda inner: faulty_transport(inner, plan)
     )
     agent = start_agent(store, name, rank, world_size, options, rpc_options, FaultyTensorPipeAgent)
     assert isinstance(agent, FaultyTensorPipeAgent)

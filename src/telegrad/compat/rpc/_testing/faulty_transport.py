@@ -17,11 +17,12 @@ import torch
 from telegrad.compat.rpc.internal import builtin_name
 from telegrad.compat.torchscript.scripted import Target
 from telegrad.rpc.remote import REMOTE_HEAD
-from telegrad.transport.base import Connection, ConnectionClosed, Listener, Transport
-from telegrad.wire.frames import Flags, Frame, Kind, split_rider
+from telegrad.transport.base import Connection, Transport
+from telegrad.transport.wrapping import LateConnection, WrappedTransport, without_rider
+from telegrad.wire.frames import Flags, Frame, Kind
 from telegrad.wire.references import function_named
 
-__all__ = ["FaultPlan", "FaultyTransport", "call_kind"]
+__all__ = ["FaultPlan", "call_kind", "faulty_transport"]
 
 _CALL_HEAD = struct.Struct("<H")
 
@@ -72,50 +73,16 @@ class FaultPlan:
         return max((self._to_delay.get(name, 0.0) for name in names), default=0.0)
 
 
-class FaultyTransport:
-    def __init__(self, inner: Transport, plan: FaultPlan) -> None:
-        self._inner = inner
+def faulty_transport(inner: Transport, plan: FaultPlan) -> Transport:
+    """A transport whose messages the plan loses or delays."""
+    return WrappedTransport(inner, lambda connection: _FaultyConnection(connection, plan))
+
+
+class _FaultyConnection(LateConnection):
+    def __init__(self, connection: Connection, plan: FaultPlan) -> None:
+        super().__init__(connection)
         self._plan = plan
-
-    def listen(self) -> Listener:
-        return _FaultyListener(self._inner.listen(), self._plan)
-
-    def connect(self, address: str, timeout: float) -> Connection:
-        return _faulty(self._inner.connect(address, timeout), self._plan)
-
-
-class _FaultyListener:
-    def __init__(self, inner: Listener, plan: FaultPlan) -> None:
-        self._inner = inner
-        self._plan = plan
-
-    @property
-    def address(self) -> str:
-        return self._inner.address
-
-    def accept(self) -> Connection:
-        return _faulty(self._inner.accept(), self._plan)
-
-    def close(self) -> None:
-        self._inner.close()
-
-
-def _faulty(inner: Connection, plan: FaultPlan) -> Connection:
-    connection: Any = _FaultyConnection(inner, plan)
-    return connection  # type: ignore[no-any-return]
-
-
-class _FaultyConnection:
-    """Everything but sending and receiving is the inner connection's."""
-
-    def __init__(self, inner: Connection, plan: FaultPlan) -> None:
-        self._inner = inner
-        self._plan = plan
-        self._send_lock = threading.Lock()  # one message at a time leaves: late ones come between
         self._owed: collections.deque[Frame] = collections.deque()  # answers to lost messages
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
 
     def send(
         self,
@@ -127,42 +94,29 @@ class _FaultyConnection:
         body: Sequence[bytes | memoryview] = (),
         buffers: Sequence[memoryview] = (),
     ) -> None:
-        if flags & Flags.RIDER and body:
-            # Upstream has no such thing: it is lost as the message would be that it stands for.
-            rider, payload, rest = split_rider(b"".join(body))
-            rider_names = _NAMES.get(rider, ())
-            names = _names(kind, [rest])
-            if rider_names and self._plan.loses(rider_names, rider.to_bytes(1, "little") + payload):
-                flags, body = flags & ~Flags.RIDER, [rest]
-        else:
-            names = _names(kind, body)
+        # Upstream has no riders: one is lost as the message would be that it stands for.
+        flags, body, own = without_rider(flags, body, self._loses_rider)
+        names = _names(kind, [own])
         if names and self._plan.loses(names, kind.to_bytes(1, "little") + b"".join(body)):
             if flags & Flags.NO_ANSWER:
                 self._owed.append(Frame(Kind.RECEIPT, 0, call_id, -1, -1, b""))
             return
+        message = (kind, flags, call_id, context_id, message_id, body, buffers)
         delay = self._plan.delay(names)
-        if not delay:
-            with self._send_lock:
-                self._inner.send(kind, flags, call_id, context_id, message_id, body, buffers)
-            return
-        copies = [memoryview(bytes(buffer)) for buffer in buffers]
-        late = (kind, flags, call_id, context_id, message_id, [bytes(b) for b in body], copies)
-        timer = threading.Timer(delay, self._send_late, late)
-        timer.daemon = True
-        timer.start()
+        if delay:
+            self.send_later(delay, *message)
+        else:
+            self.send_now(*message)
 
-    def _send_late(self, *message: Any) -> None:
-        try:
-            with self._send_lock:
-                self._inner.send(*message)
-        except ConnectionClosed:
-            pass  # its sender has given up
+    def _loses_rider(self, kind: Kind, payload: bytes) -> bool:
+        names = _NAMES.get(kind, ())
+        return bool(names) and self._plan.loses(names, kind.to_bytes(1, "little") + payload)
 
     def poll(self) -> bool:
-        return bool(self._owed) or self._inner.poll()
+        return bool(self._owed) or super().poll()
 
     def receive(self) -> Frame:
-        return self._owed.popleft() if self._owed else self._inner.receive()
+        return self._owed.popleft() if self._owed else super().receive()
 
 
 def _names(kind: Kind, body: Sequence[bytes | memoryview]) -> tuple[str, ...]:

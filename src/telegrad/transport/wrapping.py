@@ -1,0 +1,166 @@
+"""What stands between a worker and its transport: something that counts, or does harm.
+
+Whoever wants to see or change what a worker sends wraps each of its connections. A wrapper of a
+connection derives from `WrappedConnection` and says only what it does otherwise.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from telegrad.transport.base import (
+    Connection,
+    ConnectionClosed,
+    Listener,
+    MemorySharing,
+    Transport,
+    TransportTimeout,
+)
+from telegrad.wire.frames import Flags, Frame, Kind, split_rider
+
+__all__ = ["LateConnection", "WrappedConnection", "WrappedTransport", "without_rider"]
+
+Wrap = Callable[[Connection], Connection]
+
+
+class WrappedTransport:
+    """A transport all of whose connections are wrapped."""
+
+    def __init__(self, transport: Transport, wrap: Wrap) -> None:
+        self._transport = transport
+        self._wrap = wrap
+
+    def listen(self) -> Listener:
+        return _WrappedListener(self._transport.listen(), self._wrap)
+
+    def connect(self, address: str, timeout: float) -> Connection:
+        return self._wrap(self._transport.connect(address, timeout))
+
+
+class _WrappedListener:
+    def __init__(self, listener: Listener, wrap: Wrap) -> None:
+        self._listener = listener
+        self._wrap = wrap
+
+    @property
+    def address(self) -> str:
+        return self._listener.address
+
+    def accept(self) -> Connection:
+        return self._wrap(self._listener.accept())
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+class WrappedConnection:
+    """Does what the connection does that it wraps."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    @property
+    def reads(self) -> int:
+        return self._connection.reads
+
+    def send(
+        self,
+        kind: Kind,
+        flags: int = 0,
+        call_id: int = 0,
+        context_id: int = -1,
+        message_id: int = -1,
+        body: Sequence[bytes | memoryview] = (),
+        buffers: Sequence[memoryview] = (),
+    ) -> None:
+        self._connection.send(kind, flags, call_id, context_id, message_id, body, buffers)
+
+    def receive(self) -> Frame:
+        return self._connection.receive()
+
+    def send_bytes(self, data: bytes) -> None:
+        self._connection.send_bytes(data)
+
+    def receive_bytes(self, length: int) -> bytes:
+        return self._connection.receive_bytes(length)
+
+    def poll(self) -> bool:
+        return self._connection.poll()
+
+    def has_more(self) -> bool:
+        return self._connection.has_more()
+
+    def fileno(self) -> int:
+        return self._connection.fileno()
+
+    def set_timeout(self, seconds: float | None) -> None:
+        self._connection.set_timeout(seconds)
+
+    def share_memory(self, memory: MemorySharing) -> None:
+        self._connection.share_memory(memory)
+
+    def open_mailbox(self) -> None:
+        self._connection.open_mailbox()
+
+    def interrupt(self) -> None:
+        self._connection.interrupt()
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+class LateConnection(WrappedConnection):
+    """One that can send messages later, while its sender goes on."""
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__(connection)
+        self._send_lock = threading.Lock()  # one message at a time leaves: late ones come between
+
+    def send_now(self, *message: Any) -> None:
+        """Sends a message; the arguments are those of `send`."""
+        with self._send_lock:
+            self._connection.send(*message)
+
+    def send_later(
+        self,
+        seconds: float,
+        kind: Kind,
+        flags: int,
+        call_id: int,
+        context_id: int,
+        message_id: int,
+        body: Sequence[bytes | memoryview],
+        buffers: Sequence[memoryview],
+    ) -> None:
+        """Sends a copy of the message, from a thread of its own: others may overtake it."""
+        copies = [memoryview(bytes(buffer)) for buffer in buffers]
+        late = (kind, flags, call_id, context_id, message_id, [b"".join(body)], copies)
+        timer = threading.Timer(seconds, self._send_late, late)
+        timer.daemon = True
+        timer.start()
+
+    def _send_late(self, *message: Any) -> None:
+        try:
+            self.send_now(*message)
+        except (ConnectionClosed, TransportTimeout):
+            pass  # it came too late for this connection
+
+    def close(self) -> None:
+        self._connection.interrupt()  # ends a late message that is being sent
+        with self._send_lock:
+            self._connection.close()
+
+
+def without_rider(
+    flags: int, body: Sequence[bytes | memoryview], is_lost: Callable[[Kind, bytes], bool]
+) -> tuple[int, Sequence[bytes | memoryview], bytes]:
+    """A message's flags and body, without what rides in front of it if that is lost; and its body
+    without that in any case."""
+    if not flags & Flags.RIDER or not body:
+        return flags, body, b"".join(body)
+    kind, payload, rest = split_rider(b"".join(body))
+    if is_lost(kind, payload):
+        return flags & ~Flags.RIDER, [rest], rest
+    return flags, body, rest
