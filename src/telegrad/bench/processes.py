@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import pickle
-import select
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, BinaryIO
+from collections.abc import Callable
+from functools import cache
+from typing import Any
 
 import torch
 
 from telegrad.bench.calls import echo
-from telegrad.bench.harness import SIDES, Result, join_group
+from telegrad.bench.harness import SIDES, Arena, Result, arenas, join_group
 from telegrad.bench.passes import forward
 
 _REPEATS = 3
@@ -64,11 +63,12 @@ def run() -> list[Result]:
             unit="B",
         )
     )
-    for name, body in (
-        ("64 MB of activations each way", _activation_steps),
-        ("a remote 2048-wide MLP", _layer_steps),
+    for name, step in (
+        ("64 MB of activations each way", _activation_step),
+        ("a remote 2048-wide MLP", _layer_step),
     ):
-        peaks = {side: _peak(body, side) for side in ("torch", "telegrad")}
+        with arenas(2) as sides:
+            peaks = {side: _peak(sides[side], step, side) for side in sides}
         results.append(
             Result(
                 name=f"peak memory of steps with {name}",
@@ -84,15 +84,6 @@ def run() -> list[Result]:
 
 def _forked(size: int, body: Callable[[str, str, int, int], Any], side: str) -> Any:
     """Runs `body` on `size` fresh processes; returns what rank 0 gives."""
-    with _started(size, body, side) as (_, pipe):
-        return pickle.loads(pipe.read())
-
-
-@contextlib.contextmanager
-def _started(
-    size: int, body: Callable[[str, str, int, int], Any], side: str
-) -> Iterator[tuple[list[int], BinaryIO]]:
-    """Fresh processes that run `body`, and a pipe with what rank 0 gives, pickled."""
     with tempfile.TemporaryDirectory(prefix="telegrad-bench-") as directory:
         reader, writer = os.pipe()
         pids = []
@@ -110,27 +101,46 @@ def _started(
             pids.append(pid)
         os.close(writer)
         with os.fdopen(reader, "rb", buffering=0) as pipe:
-            yield pids, pipe
+            value = pipe.read()  # ends when the processes do
         for pid in pids:
             _, status = os.waitpid(pid, 0)
             if status:
                 raise RuntimeError(f"a worker of {side} ended with {status}")
+        return pickle.loads(value)
 
 
-def _peak(body: Callable[[str, str, int, int], Any], side: str) -> float:
-    """The most memory that two workers have together while `body` works, above what they have at
-    its start. It is looked at from outside, as often as that goes."""
-    with _started(2, body, side) as (pids, pipe):
-        begun = _memory_of(pids)
-        peak = 0.0
-        while not select.select([pipe], [], [], 0.0005)[0]:
-            peak = max(peak, _memory_of(pids) - begun)
-        before: float = pickle.loads(pipe.read())
-        return max(peak + begun - before, float(1 << 20))
+def _peak(arena: Arena, step: Callable[[str], None], side: str) -> float:
+    arena.resume()
+    peak: float = arena.ask(_peak_of, step, side)
+    arena.pause()
+    return peak
 
 
-def _memory_of(pids: Sequence[int]) -> float:
-    return sum(_memory(pid) for pid in pids)
+def _peak_of(step: Callable[[str], None], side: str) -> float:
+    """The most memory that the steps need on both workers, above what these have between steps.
+    What they share counts for each."""
+    rpc = SIDES[side].rpc
+    for _ in range(3):
+        step(side)
+    before = _begin_peak() + rpc.rpc_sync("worker1", _begin_peak)
+    for _ in range(_STEPS):
+        step(side)
+    peak: float = _resident("VmHWM") + rpc.rpc_sync("worker1", _resident, args=("VmHWM",)) - before
+    return max(peak, float(1 << 20))
+
+
+def _begin_peak() -> float:
+    """Forgets the peak of before; returns what is used now."""
+    gc.collect()
+    with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+        file.write("5")
+    return _resident("VmRSS")
+
+
+def _resident(name: str) -> float:
+    with open("/proc/self/status", encoding="ascii") as file:
+        (kilobytes,) = [line.split()[1] for line in file if line.startswith(name + ":")]
+    return float(kilobytes) * 1024
 
 
 def _life(side: str, directory: str, rank: int, size: int) -> tuple[float, float]:
@@ -175,47 +185,30 @@ def _idle_time(side: str, directory: str, rank: int, size: int) -> float:
     return used
 
 
-def _activation_steps(side: str, directory: str, rank: int, size: int) -> float:
-    """Steps that send 64 MB to the other worker and back, and their gradients; returns the memory
-    of both before."""
-    join_group(side, directory, rank, size)
+@cache
+def _activations() -> torch.Tensor:
+    return torch.zeros(16 << 20, requires_grad=True)
+
+
+def _activation_step(side: str) -> None:
+    """Sends 64 MB to the other worker and back, and their gradients."""
     rpc, autograd = SIDES[side].rpc, SIDES[side].autograd
-    before = 0.0
-    if rank == 0:
-        x = torch.zeros(16 << 20, requires_grad=True)
-        before = _memory() + rpc.rpc_sync("worker1", _memory)
-        for _ in range(_STEPS):
-            with autograd.context() as context_id:
-                y = rpc.rpc_sync("worker1", torch.mul, args=(x, 2))
-                autograd.backward(context_id, [y.sum()])
-                autograd.get_gradients(context_id)
-                del y
-        time.sleep(0.1)  # the last look is not later than the last step
-    rpc.shutdown()
-    return before
+    with autograd.context() as context_id:
+        y = rpc.rpc_sync("worker1", torch.mul, args=(_activations(), 2))
+        autograd.backward(context_id, [y.sum()])
+        autograd.get_gradients(context_id)
 
 
-def _layer_steps(side: str, directory: str, rank: int, size: int) -> float:
-    """The same with a remote MLP of 2048 units: its gradients stay where they are."""
-    join_group(side, directory, rank, size)
+def _layer_step(side: str) -> None:
+    """A remote MLP of 2048 units: its gradients stay where they are."""
     rpc, autograd = SIDES[side].rpc, SIDES[side].autograd
-    before = 0.0
-    if rank == 0:
-        x = torch.ones(32, 2048)
-        rpc.rpc_sync("worker1", forward, args=(2048, x))
-        before = _memory() + rpc.rpc_sync("worker1", _memory)
-        for _ in range(_STEPS):
-            with autograd.context() as context_id:
-                y = rpc.rpc_sync("worker1", forward, args=(2048, x))
-                autograd.backward(context_id, [y.sum()])
-                del y
-        time.sleep(0.1)
-    rpc.shutdown()
-    return before
+    with autograd.context() as context_id:
+        y = rpc.rpc_sync("worker1", forward, args=(2048, torch.ones(32, 2048)))
+        autograd.backward(context_id, [y.sum()])
 
 
-def _memory(pid: int | str = "self") -> float:
-    """Bytes of data in a process, with its share of what it shares; program text aside."""
-    with open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as file:
+def _memory() -> float:
+    """Bytes of data in this process, with its share of what it shares; program text aside."""
+    with open("/proc/self/smaps_rollup", encoding="ascii") as file:
         fields = dict(line.split(":", 1) for line in file if ":" in line)
     return sum(float(fields[name].split()[0]) * 1024 for name in ("Pss_Anon", "Pss_Shmem"))
