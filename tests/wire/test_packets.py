@@ -74,3 +74,24 @@ def test_the_head_can_be_read_though_the_tensors_cannot():
     assert bytes(head_of_packet(payload[:20])) == b"a head"
     with pytest.raises(ProtocolError):
         head_of_packet(payload[:8])
+
+
+def test_a_large_gradient_that_is_one_number_is_sent_as_one():
+    expanded = torch.tensor(3.0).expand(1000, 5000)
+    codec = Codec()
+    encoded = codec.encode(Packet(b"head", [expanded]))
+    assert not encoded.buffers
+    assert len(encoded.payload) < 200
+    (came,) = codec.decode(encoded.payload).tensors
+    assert came.stride() == (0, 0)
+    assert torch.equal(came, expanded)
+
+
+def test_a_small_gradient_with_holes_takes_the_short_way():
+    transposed = torch.arange(6.0).reshape(2, 3).t()
+    codec = Codec()
+    encoded = codec.encode(Packet(b"head", [transposed, transposed[:, :1]]))
+    assert encoded.payload[:1] == b"I"
+    first, second = codec.decode(encoded.payload).tensors
+    assert torch.equal(first, transposed)
+    assert torch.equal(second, transposed[:, :1])

@@ -104,11 +104,27 @@ class Arena:
 
     def ask(self, function: Callable[..., Any], *args: Any) -> Any:
         """Runs a function in the driver."""
+        self.begin(function, *args)
+        return self.end()
+
+    def begin(self, function: Callable[..., Any], *args: Any) -> None:
+        """The same, without waiting for it."""
         self._line.send((function, args))
+
+    def is_done(self, seconds: float) -> bool:
+        """Whether what was begun is over; waits so long for it."""
+        return self._line.poll(seconds)
+
+    def end(self) -> Any:
+        """Waits for what was begun; returns what it gave. The driver's death ends the wait."""
         value = self._line.recv()
         if isinstance(value, Exception):
             raise value
         return value
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid or 0 for process in self._processes]
 
     def pause(self) -> None:
         for process in self._processes:

@@ -21,6 +21,7 @@ from telegrad.bench.passes import forward
 _REPEATS = 3
 _ECHOES = 50
 _STEPS = 10
+_WIDTH = 2048
 
 
 def run() -> list[Result]:
@@ -65,7 +66,7 @@ def run() -> list[Result]:
     )
     for name, step in (
         ("64 MB of activations each way", _activation_step),
-        ("a remote 2048-wide MLP", _layer_step),
+        (f"a remote {_WIDTH}-wide MLP", _layer_step),
     ):
         with arenas(2) as sides:
             peaks = {side: _peak(sides[side], step, side) for side in sides}
@@ -110,37 +111,28 @@ def _forked(size: int, body: Callable[[str, str, int, int], Any], side: str) -> 
 
 
 def _peak(arena: Arena, step: Callable[[str], None], side: str) -> float:
+    """The most memory that steps need on both workers, above what these have when inputs and
+    parameters are there. What they share counts once; it is looked at as often as that goes."""
     arena.resume()
-    peak: float = arena.ask(_peak_of, step, side)
+    arena.ask(_prepare_steps, side)
+    before = sum(map(_memory, arena.pids))
+    peak = 0.0
+    arena.begin(_run_steps, step, side)
+    while not arena.is_done(0.001):  # ends when the driver answers, or dies
+        peak = max(peak, sum(map(_memory, arena.pids)) - before)
+    arena.end()
     arena.pause()
-    return peak
-
-
-def _peak_of(step: Callable[[str], None], side: str) -> float:
-    """The most memory that the steps need on both workers, above what these have between steps.
-    What they share counts for each."""
-    rpc = SIDES[side].rpc
-    for _ in range(3):
-        step(side)
-    before = _begin_peak() + rpc.rpc_sync("worker1", _begin_peak)
-    for _ in range(_STEPS):
-        step(side)
-    peak: float = _resident("VmHWM") + rpc.rpc_sync("worker1", _resident, args=("VmHWM",)) - before
     return max(peak, float(1 << 20))
 
 
-def _begin_peak() -> float:
-    """Forgets the peak of before; returns what is used now."""
-    gc.collect()
-    with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
-        file.write("5")
-    return _resident("VmRSS")
+def _prepare_steps(side: str) -> None:
+    _activations()
+    SIDES[side].rpc.rpc_sync("worker1", forward, args=(_WIDTH, torch.ones(32, _WIDTH)))
 
 
-def _resident(name: str) -> float:
-    with open("/proc/self/status", encoding="ascii") as file:
-        (kilobytes,) = [line.split()[1] for line in file if line.startswith(name + ":")]
-    return float(kilobytes) * 1024
+def _run_steps(step: Callable[[str], None], side: str) -> None:
+    for _ in range(_STEPS):
+        step(side)
 
 
 def _life(side: str, directory: str, rank: int, size: int) -> tuple[float, float]:
@@ -200,15 +192,15 @@ def _activation_step(side: str) -> None:
 
 
 def _layer_step(side: str) -> None:
-    """A remote MLP of 2048 units: its gradients stay where they are."""
+    """Steps through a remote MLP: its gradients stay where they are."""
     rpc, autograd = SIDES[side].rpc, SIDES[side].autograd
     with autograd.context() as context_id:
-        y = rpc.rpc_sync("worker1", forward, args=(2048, torch.ones(32, 2048)))
+        y = rpc.rpc_sync("worker1", forward, args=(_WIDTH, torch.ones(32, _WIDTH)))
         autograd.backward(context_id, [y.sum()])
 
 
-def _memory() -> float:
-    """Bytes of data in this process, with its share of what it shares; program text aside."""
-    with open("/proc/self/smaps_rollup", encoding="ascii") as file:
+def _memory(pid: int | str = "self") -> float:
+    """Bytes of data in a process, with its share of what it shares; program text aside."""
+    with open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as file:
         fields = dict(line.split(":", 1) for line in file if ":" in line)
     return sum(float(fields[name].split()[0]) * 1024 for name in ("Pss_Anon", "Pss_Shmem"))

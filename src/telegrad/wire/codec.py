@@ -186,8 +186,7 @@ class Codec:
             return self._packed(b"".join((start, head, small[0])), small[1], "gradients")
         if all(map(is_plain, tensors)):
             start = _PACKET.pack(_PLAIN_PACKET, len(head))
-            # Those with holes are mostly one number, expanded, and would be written out anyway.
-            table = pack([tensor.contiguous() for tensor in tensors], _NO_ORIGINALS)
+            table = pack(tensors, _NO_ORIGINALS)
             payload = b"".join((start, head, *table.pieces))
             encoded = Encoded(payload, table.buffers, table.keep, table.tensors)
             self._check_size(encoded, "gradients")

@@ -73,9 +73,12 @@ def pack_small(
         times = 1
         size = tensor.nbytes
         if not tensor.is_contiguous():
-            if not may_overlap or any(tensor.stride()):
+            if not may_overlap or size >= INLINE_LIMIT:
                 return None
-            times = tensor.numel()  # one number, expanded, as the gradient of a sum is
+            if any(tensor.stride()):
+                tensor = tensor.contiguous()
+            else:
+                times = tensor.numel()  # one number, expanded, as the gradient of a sum is
         code = CODES.get(tensor.dtype)
         if not 0 < size < INLINE_LIMIT or code is None or tensor.__dict__:
             return None
