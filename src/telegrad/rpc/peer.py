@@ -203,10 +203,10 @@ class Peer:
             if descriptor < 0:
                 lane.set_timeout(None)
                 return self._receipt(lane, number, kind)
-            while not lane.has_more():
-                if not interruption.wait_for(descriptor):
-                    break
-            else:
+            is_there = lane.has_more()
+            while not is_there and interruption.wait_for(descriptor):
+                is_there = lane.poll()  # or else it was nothing but a call to wake up
+            if is_there:
                 return self._receipt(lane, number, kind)
             lane.set_timeout(None)
         except (ConnectionClosed, TransportTimeout) as error:
