@@ -2,8 +2,9 @@
 
 Between two processes that call each other, most of a small call is not work but waking up: the
 processor of the one that waits has gone idle, and on a virtual machine it has to be woken by its
-host, with cold caches. Measured on two virtual cores: a call of two small tensors takes 190 µs when
-both ends sleep while they wait, and 55 µs when they look for a moment before they do.
+host, with cold caches. Measured on two virtual cores: a call of a small tensor takes 150 to 180 µs
+when both ends sleep while they wait, and 30 µs when they look for a moment before they do, and use
+a mailbox meanwhile.
 
 Looking costs processor time, so it is done only where it pays:
 
