@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+import threading
 import weakref
 
 import numpy as np
@@ -88,6 +89,27 @@ def test_python_nodes_are_kept_and_the_memory_of_their_outputs_is_not():
     replace, recv = (node for node, _ in sent.next_functions)
     assert replace.next_functions[0][0].variable is leaf
     assert recv.received.message_id == 1
+
+
+def test_two_threads_may_ask_for_the_edges_at_once():
+    leaves = [torch.ones(1, requires_grad=True) for _ in range(2)]
+    sent = [SendFunction(leaves, to=1) for _ in range(4000)]
+    found = [[], []]
+
+    def ask(number):
+        found[number] += [len(function.next_functions) for function in sent]
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=ask, args=(number,)) for number in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert found == [[2] * len(sent)] * 2
 
 
 def test_one_refuses_inputs():

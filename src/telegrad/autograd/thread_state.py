@@ -50,6 +50,7 @@ def _has_device_threads() -> bool:
 
 
 _is_anything_carried = False  # ever, in this process
+_deciding = threading.Lock()  # guards the changes of both: once carried, never plain again
 _is_plain = False  # Python's state is all there is: no device threads, and nothing was carried
 
 
@@ -73,7 +74,8 @@ def stash(key: str, value: Any) -> None:
 
 def _settle() -> None:
     global _is_plain
-    _is_plain = not _is_anything_carried and not _has_device_threads()
+    with _deciding:
+        _is_plain = not _is_anything_carried and not _has_device_threads()
 
 
 def peek(key: str, default: Any) -> Any:
@@ -91,8 +93,9 @@ def carry(key: str) -> bool:
     if _has_device_threads() or torch._C._is_key_in_tls(key):
         return False
     torch._C._stash_obj_in_tls(key, _local.__dict__[key])
-    _is_anything_carried = True
-    _is_plain = False
+    with _deciding:
+        _is_anything_carried = True
+        _is_plain = False
     return True
 
 
