@@ -52,6 +52,7 @@ from telegrad.errors import TelegradError, WorkerLost
 from telegrad.ids import WorkerCounter, worker_of
 from telegrad.rpc.conversation import Interruption
 from telegrad.rpc.seams import Messenger
+from telegrad.threads import heed_num_threads
 from telegrad.wire.codec import Packet
 from telegrad.wire.frames import Kind
 
@@ -180,6 +181,7 @@ class AutogradEngine(ContextRegistry):
         self._run(context, arrival.into, [arrival])
 
     def _run_what_is_left(self, context: DistAutogradContext) -> None:
+        heed_num_threads()
         with context.lock:
             if context.is_running or not context.work:
                 return

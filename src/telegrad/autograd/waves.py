@@ -38,6 +38,7 @@ from telegrad.autograd.nodes import (
     is_watched,
 )
 from telegrad.autograd.pass_protocol import Standing
+from telegrad.threads import heed_num_threads
 
 __all__ = ["LocalPass", "Outgoing"]
 
@@ -411,6 +412,7 @@ def _call_elsewhere(node: Any, entered: Sequence[torch.Tensor | None], create_gr
     outcome: list[Any] = []
 
     def call() -> None:
+        heed_num_threads()
         try:
             with torch.set_grad_enabled(create_graph):
                 outcome.append(node(*entered))

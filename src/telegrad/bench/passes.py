@@ -119,8 +119,9 @@ def trainers(side: Side) -> Op:
         others = [
             side.rpc.rpc_async(f"worker{rank}", train, args=(side.name, 20)) for rank in (2, 3)
         ]
+        own = train(side.name, 20)  # all three at the same time
         taken: list[float] = torch.futures.wait_all(others)
-        return max(train(side.name, 20), *taken)
+        return max(own, *taken)
 
     return run
 

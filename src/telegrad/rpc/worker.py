@@ -25,6 +25,7 @@ from telegrad.rpc.options import RpcOptions
 from telegrad.rpc.remote import RemoteReferences
 from telegrad.rpc.rendezvous import Directory, Record, host_identity, meet
 from telegrad.rpc.worker_info import WorkerInfo
+from telegrad.threads import heed_num_threads
 from telegrad.wire.frames import Kind
 
 __all__ = ["Extension", "Worker", "extensions", "start_worker"]
@@ -65,7 +66,7 @@ class Worker:
             options,
             directory,
             self.references.codec,
-            lambda _: current.act_for(self),
+            self._begin_thread,
         )
         predecessor = directory.predecessor()
         self._predecessor = predecessor
@@ -76,6 +77,10 @@ class Worker:
         self._process = os.getpid()
         self._is_closed = False
         self._closing_lock = threading.Lock()  # one thread closes
+
+    def _begin_thread(self, _agent: Agent) -> None:
+        current.act_for(self)
+        heed_num_threads()
 
     def start(self) -> None:
         """Listens, publishes where, and waits for the rest of the group."""
