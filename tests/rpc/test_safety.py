@@ -24,7 +24,7 @@ from telegrad.testing.cluster import cluster, processes
 from telegrad.transport.base import ConnectionClosed
 from telegrad.transport.handshake import Identity, Purpose, answer, introduce
 from telegrad.transport.inproc import InprocTransport
-from telegrad.transport.sockets import SocketConnection
+from telegrad.transport.stream import SocketConnection
 from telegrad.wire.frames import PROTOCOL_VERSION, Kind, Limits, pack_header
 from telegrad.wire.memory import BufferPool
 

@@ -20,7 +20,8 @@ from telegrad.transport import mailbox
 from telegrad.transport.base import ConnectionClosed
 from telegrad.transport.mailbox import ROOM, Mailbox
 from telegrad.transport.shm import SharedMemory
-from telegrad.transport.sockets import SocketConnection, UnixTransport
+from telegrad.transport.sockets import UnixTransport
+from telegrad.transport.stream import SocketConnection
 from telegrad.wire.frames import Kind, Limits, pack_header
 from telegrad.wire.memory import BufferPool
 

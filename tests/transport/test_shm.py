@@ -19,7 +19,8 @@ from telegrad.testing.transport_contract import Background, joined
 from telegrad.transport import shm
 from telegrad.transport.base import TransportTimeout
 from telegrad.transport.shm import SHARE_FROM, SharedMemory
-from telegrad.transport.sockets import SocketConnection, UnixTransport
+from telegrad.transport.sockets import UnixTransport
+from telegrad.transport.stream import SocketConnection
 from telegrad.wire.frames import Kind, Limits
 from telegrad.wire.memory import BufferPool
 

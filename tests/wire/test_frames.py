@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from telegrad.errors import ProtocolError
 from telegrad.transport.base import ConnectionClosed
-from telegrad.transport.sockets import SocketConnection
+from telegrad.transport.stream import SocketConnection
 from telegrad.wire.frames import (
     BUFFER,
     HEADER,

@@ -228,7 +228,7 @@ class TransportContract:
 
     @staticmethod
     def _trickle(bare: socket.socket, accepted: Connection) -> Iterator[Frame]:
-        from telegrad.transport.sockets import SocketConnection
+        from telegrad.transport.stream import SocketConnection
 
         here, there = socket.socketpair()
         with here, there:

@@ -1,0 +1,450 @@
+"""A connection's messages over a stream socket.
+
+Written for few system calls: a small message is one gather-write and one read. Large buffers are
+written from, and read into, the memory of the tensors themselves.
+
+Timeouts are the kernel's (`SO_RCVTIMEO`): Python's own would add a `poll` before every read.
+"""
+
+from __future__ import annotations
+
+import array
+import collections
+import functools
+import os
+import select
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from telegrad.errors import ProtocolError
+from telegrad.transport.base import ConnectionClosed, MemorySharing, TransportTimeout
+from telegrad.transport.mailbox import Mailbox
+from telegrad.transport.mailbox import is_available as has_mailboxes
+from telegrad.transport.patience import Patience
+from telegrad.wire.frames import BUFFER, HEADER, Frame, Kind, Limits, pack_header, unpack_header
+from telegrad.wire.memory import BufferPool
+
+__all__ = ["POOLED_FROM", "SocketConnection", "is_ready"]
+
+POOLED_FROM = 1 << 16
+"""Smaller buffers are plain memory: cheaper than a loan."""
+
+_READ_AHEAD = 1 << 16
+_JOINED_UP_TO = 1 << 12  # bytes that are copied together rather than gathered by the kernel
+_MOST_PARTS = 512  # of one gather-write; IOV_MAX is 1024
+_MOST_DESCRIPTORS = 64  # in one message; the kernel's limit is 253
+_FIRST_STEP = 1 << 20  # a body grows as its bytes come: nothing is allocated on a header's word
+_ANCILLARY = socket.CMSG_SPACE(_MOST_DESCRIPTORS * array.array("i").itemsize)
+_REST_SECONDS = 100e-6
+_WAKE = pack_header(Kind.WAKE, 0, 0, 0, -1, -1, 0)
+_NEW_SEGMENT = 1  # in a buffer's descriptor: its segment's file descriptor comes with this frame
+
+
+class SocketConnection:
+    """One message stream over a connected socket."""
+
+    def __init__(
+        self, sock: socket.socket, pool: BufferPool, limits: Limits, busy_wait: float = 0.0
+    ) -> None:
+        self._socket = sock
+        self._patience = Patience(busy_wait)
+        # A read that finds nothing raises, and the words of that exception take longer than this.
+        poller = select.poll()
+        poller.register(sock, select.POLLIN)
+        self._is_readable = functools.partial(poller.poll, 0)
+        self._pool = pool
+        self._limits = limits
+        self._ahead = memoryview(bytearray(_READ_AHEAD))
+        self._start = 0  # bytes in _ahead that have been read and not yet used: _start.._end
+        self._end = 0
+        self.reads = 0
+        self._timeout: float | None = None
+        self._memory: MemorySharing | None = None
+        self._descriptors: collections.deque[int] = collections.deque()
+        self._passes_descriptors = sock.family == socket.AF_UNIX
+        self._mailbox: Mailbox | None = None
+        self._frames_sent = self._frames_read = 0  # by the socket, since there is a mailbox
+        self._looks = 0
+
+    # -- sending
+
+    def send(
+        self,
+        kind: Kind,
+        flags: int = 0,
+        call_id: int = 0,
+        context_id: int = -1,
+        message_id: int = -1,
+        body: Sequence[bytes | memoryview] = (),
+        buffers: Sequence[memoryview] = (),
+    ) -> None:
+        length = 0
+        for part in body:
+            length += len(part)
+        header = pack_header(kind, flags, len(buffers), call_id, context_id, message_id, length)
+        mailbox = self._mailbox
+        if not buffers:
+            total = HEADER.size + length
+            if total <= _JOINED_UP_TO:
+                whole = b"".join((header, *body))
+                if mailbox is not None and mailbox.put(whole, self._frames_sent):
+                    if mailbox.is_other_asleep():
+                        self._frames_sent += 1
+                        self._write([_WAKE], (), HEADER.size)
+                    return
+                self._frames_sent += 1
+                self._write([whole], (), total)
+            else:
+                self._frames_sent += 1
+                self._write([header, *body], (), total)
+            return
+        self._frames_sent += 1
+        table = bytearray()
+        streamed: list[memoryview] = []
+        announced: list[int] = []
+        lent: list[int] = []
+        memory = self._memory
+        for buffer in buffers:
+            placed = None
+            if memory is not None and len(announced) < _MOST_DESCRIPTORS:
+                placed = memory.lend(buffer)
+            if placed is None:
+                table += BUFFER.pack(buffer.nbytes, 0, 0)
+                streamed.append(buffer)
+            else:
+                segment, descriptor = placed
+                lent.append(segment)
+                is_new = descriptor >= 0
+                table += BUFFER.pack(buffer.nbytes, segment, _NEW_SEGMENT if is_new else 0)
+                if is_new:
+                    announced.append(descriptor)
+        try:
+            parts = [header, table, *body, *streamed]
+            self._write(parts, announced, sum(len(part) for part in parts))
+        except BaseException:
+            if memory is not None:
+                memory.abandon(lent)  # whether the peer has learnt of them is not known
+            raise
+
+    def _write(self, parts: list[Any], descriptors: Sequence[int], total: int) -> None:
+        try:
+            if descriptors:
+                rights = array.array("i", descriptors)
+                sent = self._socket.sendmsg(
+                    parts[:_MOST_PARTS], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)]
+                )
+            elif len(parts) == 1:
+                sent = self._socket.send(parts[0])
+            else:
+                sent = self._socket.sendmsg(parts[:_MOST_PARTS])
+            while sent < total:
+                parts = _after(parts, sent)
+                total -= sent
+                sent = self._socket.sendmsg(parts[:_MOST_PARTS])
+        except BlockingIOError:
+            raise TransportTimeout from None
+        except OSError as error:
+            raise ConnectionClosed(str(error)) from None
+
+    # -- receiving
+
+    def receive(self) -> Frame:
+        while True:
+            mailbox = self._mailbox
+            if mailbox is not None:
+                message = self._take_message(mailbox)
+                if message is not None:
+                    self.reads += 1
+                    return self._unpacked(message)
+            elif self._start == self._end:
+                self._patience.look(self._is_readable)
+            self._fill(HEADER.size)
+            frame = self._read_frame()
+            if frame is not None:
+                return frame
+
+    def _read_frame(self) -> Frame | None:
+        """The frame whose header is ahead; None if it was meant for the connection itself."""
+        kind, flags, buffer_count, call_id, context_id, message_id, length = unpack_header(
+            self._ahead, self._start, self._limits
+        )
+        self._start += HEADER.size
+        self._frames_read += 1
+        buffers: list[Any] = []
+        if not buffer_count:
+            body = self._take(length)
+        else:
+            table = list(BUFFER.iter_unpack(self._take(buffer_count * BUFFER.size)))
+            if sum(entry[0] for entry in table) > self._limits.max_message:
+                raise ProtocolError(f"a message is over {self._limits.max_message} bytes")
+            body = self._take(length)
+            buffers += [self._buffer(*entry) for entry in table]
+        if self._start == self._end:
+            self._start = self._end = 0
+        if kind is Kind.WAKE:
+            return None
+        if kind is Kind.MAILBOX:
+            self._accept_mailbox()
+            return None
+        return Frame(kind, flags, call_id, context_id, message_id, body, buffers)
+
+    def _take_message(self, mailbox: Mailbox) -> bytes | None:
+        """The next message, out of the mailbox; None if it comes by the socket."""
+        mailbox.wake_up()
+        while True:
+            is_one_here = mailbox.has_new()  # asked first: one may come at any time
+            message = mailbox.take(self._frames_read)
+            if message is not None or is_one_here or self._end > self._start:
+                return message
+            if self._patience.look(self._is_anything_there):
+                if not mailbox.has_new():
+                    return None
+            elif mailbox.fall_asleep():
+                return None
+
+    def _is_anything_there(self) -> bool:
+        if self._mailbox is not None and self._mailbox.has_new():
+            return True
+        self._looks += 1
+        return not self._looks & 7 and bool(self._is_readable())
+
+    def _unpacked(self, message: bytes) -> Frame:
+        kind, flags, buffer_count, call_id, context_id, message_id, length = unpack_header(
+            message, 0, self._limits
+        )
+        if buffer_count or HEADER.size + length != len(message):
+            raise ProtocolError("a message in a mailbox is not as long as it says")
+        return Frame(kind, flags, call_id, context_id, message_id, message[HEADER.size :], [])
+
+    def open_mailbox(self) -> None:
+        if self._memory is None or not self._patience.is_on or not has_mailboxes():
+            return
+        try:
+            made, descriptor = Mailbox.make()
+        except OSError:
+            return  # no memory for it: the socket still works
+        try:
+            header = pack_header(Kind.MAILBOX, 0, 0, 0, -1, -1, 0)
+            self._write([header], [descriptor], HEADER.size)
+        except (ConnectionClosed, TransportTimeout):
+            made.close()
+            return  # whoever sends the first message will hear of it
+        finally:
+            os.close(descriptor)
+        self._frames_sent = self._frames_read = 0
+        self._mailbox = made
+
+    def _accept_mailbox(self) -> None:
+        if self._memory is None or self._mailbox is not None or not self._descriptors:
+            raise ProtocolError("a mailbox came that was not agreed on")
+        self._mailbox = Mailbox.open(self._descriptors.popleft())
+        self._frames_sent = self._frames_read = 0
+
+    def poll(self) -> bool:
+        if self._mailbox is None:
+            return self._end > self._start or is_ready(self._socket, select.POLLIN, 0)
+        return self._has_message(self._mailbox)
+
+    def _has_message(self, mailbox: Mailbox) -> bool:
+        """Whether a message is there, or the end: not just a frame that has come too late to wake
+        anybody."""
+        while True:
+            if self._end - self._start >= HEADER.size:
+                if self._ahead[self._start : self._start + HEADER.size] != _WAKE:
+                    return True
+                self._read_frame()
+            elif self._end > self._start or mailbox.has_new():
+                return True
+            elif not self._is_readable():
+                return False
+            else:
+                count = self._try_read(self._ahead)
+                if count <= 0:
+                    return True
+                self._start, self._end = 0, count
+
+    def _fill(self, needed: int) -> None:
+        """Reads until `needed` bytes are ahead; needed <= _READ_AHEAD."""
+        if self._start + needed > _READ_AHEAD:
+            pending = bytes(self._ahead[self._start : self._end])
+            self._ahead[: len(pending)] = pending
+            self._start, self._end = 0, len(pending)
+        while self._end - self._start < needed:
+            is_begun = self._end > self._start
+            read = self._read_rest if is_begun else self._read_into
+            self._end += read(self._ahead[self._end :])
+
+    def _take(self, length: int) -> bytes:
+        if length <= self._end - self._start:
+            data = bytes(self._ahead[self._start : self._start + length])
+            self._start += length
+            return data
+        if length <= _READ_AHEAD:
+            self._fill(length)
+            return self._take(length)
+        whole = bytearray()
+        while len(whole) < length:
+            step = bytearray(min(length - len(whole), max(len(whole), _FIRST_STEP)))
+            self._take_into(memoryview(step))
+            whole += step
+        return bytes(whole)
+
+    def _take_into(self, target: memoryview) -> None:
+        ahead = min(len(target), self._end - self._start)
+        target[:ahead] = self._ahead[self._start : self._start + ahead]
+        self._start += ahead
+        while ahead < len(target):
+            ahead += self._read_rest(target[ahead:])
+
+    def _buffer(self, length: int, segment: int, note: int) -> Any:
+        if segment:
+            if self._memory is None:
+                raise ProtocolError("the peer uses shared memory that was not agreed on")
+            if note & _NEW_SEGMENT:
+                if not self._descriptors:
+                    raise ProtocolError("a shared-memory segment came without its descriptor")
+                self._memory.learn(segment, self._descriptors.popleft())
+            return self._memory.borrow(segment, length)
+        try:
+            target = self._pool.take(length) if length >= POOLED_FROM else bytearray(length)
+        except (OSError, MemoryError):
+            raise ProtocolError(f"there is no memory for a buffer of {length} bytes") from None
+        self._take_into(memoryview(target).cast("B"))
+        return target
+
+    def _read_into(self, target: memoryview) -> int:
+        try:
+            if self._memory is not None:
+                count, ancillary, _, _ = self._socket.recvmsg_into([target], _ANCILLARY)
+                if ancillary:
+                    self._keep_descriptors(ancillary)
+            else:
+                count = self._socket.recv_into(target)
+        except BlockingIOError:
+            raise TransportTimeout from None
+        except OSError as error:
+            raise ConnectionClosed(str(error)) from None
+        if not count:
+            raise ConnectionClosed("the other end closed the connection")
+        self.reads += 1
+        return count
+
+    def _read_rest(self, target: memoryview) -> int:
+        """Reads more of a message of which a part is here. The rest is mostly just being written:
+        who goes to sleep for it is woken at once, which takes longer than the writing."""
+        if self._patience.is_on:
+            end = time.perf_counter() + _REST_SECONDS
+            while time.perf_counter() < end:
+                count = self._try_read(target)
+                if count > 0:
+                    return count
+                if count:
+                    break
+        return self._read_into(target)
+
+    def _try_read(self, target: memoryview) -> int:
+        """Reads without waiting; 0 if nothing is there, -1 if it has ended: the next read tells."""
+        try:
+            if self._memory is not None:
+                count, ancillary, _, _ = self._socket.recvmsg_into(
+                    [target], _ANCILLARY, socket.MSG_DONTWAIT
+                )
+                if ancillary:
+                    self._keep_descriptors(ancillary)
+            else:
+                count = self._socket.recv_into(target, 0, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0
+        except OSError:
+            return -1
+        if not count:
+            return -1
+        self.reads += 1
+        return count
+
+    def has_more(self) -> bool:
+        mailbox = self._mailbox
+        if mailbox is None:
+            if self._end == self._start:
+                if not self._patience.look(self._is_readable):
+                    return False
+                self._fill(1)
+            return True
+        while not self._has_message(mailbox):
+            if not self._patience.look(self._is_anything_there) and mailbox.fall_asleep():
+                return False
+        return True
+
+    def _keep_descriptors(self, ancillary: list[tuple[int, int, bytes]]) -> None:
+        for level, kind, data in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                descriptors = array.array("i")
+                descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
+                self._descriptors.extend(descriptors)
+
+    # -- bytes outside of frames: the handshake
+
+    def send_bytes(self, data: bytes) -> None:
+        self._write([data], (), len(data))
+
+    def receive_bytes(self, length: int) -> bytes:
+        # Exactly these: a frame right behind them may carry descriptors, which are taken only
+        # once the other end has proved itself. The kernel drops those that a stranger sends.
+        data = bytearray(length)
+        self._take_into(memoryview(data))
+        return bytes(data)
+
+    # -- the connection
+
+    def set_timeout(self, seconds: float | None) -> None:
+        if seconds == self._timeout:
+            return
+        self._timeout = seconds
+        # Zero means for ever to the kernel: a time of less than a microsecond is rounded up.
+        micros = 0 if seconds is None else max(1, int(seconds * 1e6))
+        value = struct.pack("ll", *divmod(micros, 1_000_000))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def share_memory(self, memory: MemorySharing) -> None:
+        if self._passes_descriptors:
+            self._memory = memory
+
+    def interrupt(self) -> None:
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # it has ended already, which is what was wanted
+
+    def close(self) -> None:
+        while self._descriptors:
+            os.close(self._descriptors.popleft())
+        if self._mailbox is not None:
+            self._mailbox.close()
+            self._mailbox = None
+        self._socket.close()
+
+
+def is_ready(sock: socket.socket, event: int, seconds: float) -> bool:
+    """Whether there is anything to read, say, within `seconds`; also true of an ended socket."""
+    poller = select.poll()  # `select` knows no descriptor above 1023
+    try:
+        poller.register(sock, event)
+    except ValueError:
+        return True  # it is closed: the next step tells
+    return bool(poller.poll(max(0.0, seconds) * 1000))
+
+
+def _after(parts: list[Any], sent: int) -> list[Any]:
+    """What is left to write once `sent` bytes are gone."""
+    for index, part in enumerate(parts):
+        if sent < len(part):
+            return [memoryview(part).cast("B")[sent:], *parts[index + 1 :]]
+        sent -= len(part)
+    return []
