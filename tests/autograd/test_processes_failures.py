@@ -14,7 +14,7 @@ from process_programs import Waiter, counts_at, leaf, until, wait_until_clean, w
 
 import telegrad.autograd as dist_autograd
 from telegrad import rpc
-from telegrad.autograd.gradient_message import GradientMessage
+from telegrad.autograd.pass_messages import GradientMessage
 from telegrad.errors import BackwardError, ContextError, WorkerLost
 from telegrad.testing.cluster import cluster
 from telegrad.testing.faults import Faults

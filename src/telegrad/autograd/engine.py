@@ -25,7 +25,7 @@ import torch
 
 from telegrad.autograd.context import DistAutogradContext
 from telegrad.autograd.failures import Failure, PassFailures
-from telegrad.autograd.gradient_message import GradientMessage
+from telegrad.autograd.pass_messages import CreditMessage, GradientMessage
 from telegrad.autograd.pass_protocol import (
     AskReachability,
     Complete,
@@ -42,9 +42,7 @@ from telegrad.autograd.passes import (
     LivePass,
     check_roots,
     pack_credit,
-    pack_reports,
     unpack_credit,
-    unpack_reports,
 )
 from telegrad.autograd.registry import ContextRegistry
 from telegrad.autograd.waves import Outgoing
@@ -436,22 +434,15 @@ class AutogradEngine(ContextRegistry):
                 effects = live.control.credit_returned(credit, reports)
             self._carry_out_pass(live, effects)
             return
-        body = (
-            live.context.id,
-            live.id,
-            pack_credit(credit),
-            pack_reports(reports),
-        )
-        self._tell(live.initiator, Kind.PASS_ANSWER, body)
+        message = CreditMessage(live.context.id, live.id, credit, reports)
+        self._tell(live.initiator, Kind.PASS_ANSWER, message.pack())
 
-    def _credit_returned(self, source: int, body: Any) -> None:
-        context_id, pass_id, credit, reports = body
-        live = self._own_pass(context_id, pass_id)
+    def _credit_returned(self, source: int, body: bytes) -> None:
+        message = CreditMessage.unpack(body)
+        live = self._own_pass(message.context_id, message.pass_id)
         if live is not None and live.control is not None:
             with live.context.lock:
-                effects = live.control.credit_returned(
-                    unpack_credit(credit), unpack_reports(reports)
-                )
+                effects = live.control.credit_returned(message.credit, message.reports)
             self._carry_out_pass(live, effects)
 
     def _reachability_asked(self, source: int, body: Any) -> None:

@@ -26,16 +26,8 @@ __all__ = [
     "LivePass",
     "check_roots",
     "pack_credit",
-    "pack_reports",
     "unpack_credit",
-    "unpack_reports",
 ]
-
-PackedReports = tuple[tuple[int, int, int], ...]
-
-
-def pack_reports(reports: Reports) -> PackedReports:
-    return tuple((worker, n, int(standing)) for worker, (n, standing) in reports.items())
 
 
 def pack_credit(credit: Credit) -> tuple[int, int]:
@@ -44,10 +36,6 @@ def pack_credit(credit: Credit) -> tuple[int, int]:
 
 def unpack_credit(packed: tuple[int, int]) -> Credit:
     return packed[0] if packed[1] == 1 else Fraction(*packed)
-
-
-def unpack_reports(packed: PackedReports) -> Reports:
-    return {worker: (n, Standing(standing)) for worker, n, standing in packed}
 
 
 class LivePass:

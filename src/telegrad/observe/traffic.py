@@ -117,6 +117,8 @@ class _MeteredConnection(WrappedConnection):
         # What is called often and not counted, without a step in between.
         self.poll = connection.poll  # type: ignore[method-assign]
         self.has_more = connection.has_more  # type: ignore[method-assign]
+        self.glance = connection.glance  # type: ignore[method-assign]
+        self.rest = connection.rest  # type: ignore[method-assign]
         self.set_timeout = connection.set_timeout  # type: ignore[method-assign]
 
     def send(
@@ -141,6 +143,16 @@ class _MeteredConnection(WrappedConnection):
 
     def receive(self) -> Frame:
         frame = super().receive()
+        self._count(frame)
+        return frame
+
+    def receive_now(self) -> Frame | None:
+        frame = super().receive_now()
+        if frame is not None:
+            self._count(frame)
+        return frame
+
+    def _count(self, frame: Frame) -> None:
         meter = self._meter
         meter.messages_received += 1
         meter.calls_served += frame.kind in _CALLS
@@ -149,7 +161,6 @@ class _MeteredConnection(WrappedConnection):
             + len(frame.body)
             + sum(BUFFER.size + memoryview(buffer).nbytes for buffer in frame.buffers)
         )
-        return frame
 
     def close(self) -> None:
         super().close()

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.futures import Future
 
-from telegrad.errors import RpcTimeout, TelegradError, WorkerLost
+from telegrad.errors import ProtocolError, RpcTimeout, TelegradError, WorkerLost
 from telegrad.rpc.conversation import Conversation, Interruption, messages_in
 from telegrad.rpc.multiplex import PendingCall
 from telegrad.rpc.network import Network, Send
@@ -38,7 +38,7 @@ from telegrad.rpc.seams import NO_CONTEXT, Handler, Recorder, Rescue, Timer
 from telegrad.rpc.worker_info import WorkerInfo
 from telegrad.transport.base import ConnectionClosed, TransportTimeout
 from telegrad.wire.codec import Codec, Encoded
-from telegrad.wire.frames import Flags, Frame, Kind, pack_rider, split_rider
+from telegrad.wire.frames import Flags, Frame, Kind, pack_rider, rider_size, split_rider
 from telegrad.wire.references import function_named, name_of
 
 __all__ = ["Agent", "AsyncCall", "checked_future", "name_in"]
@@ -88,6 +88,8 @@ class Agent:
             directory,
             self._serve,
             self._is_quick,
+            self._name_of,
+            lambda: self._thread.has_called,
             partial(on_thread_start, self),
         )
         self.on_failure: Callable[[BaseException], None] | None = None
@@ -96,7 +98,7 @@ class Agent:
         """Runs between the unpacking of a call and its function."""
         self.quick = QuickFunctions()
         self._call_offsets: dict[Kind, int] = {}
-        self._thread = threading.local()
+        self._thread = _Thread()
         self._handlers: dict[Kind, Handler] = {}
         self._rescues: dict[Kind, Rescue] = {}
         self._riders: list[tuple[Kind, Callable[[int], Any]]] = []
@@ -123,6 +125,7 @@ class Agent:
         """Runs `func` on worker `to` and returns its result; what it raises is raised here."""
         if to == self.info.id:
             return self.call_async(to, func, args, kwargs, timeout).wait()
+        self._thread.has_called = True
         head, encoded, context, message = self.pack_call(to, func, args, kwargs)
         peer = self.network.peer(to)
         seconds = self.rpc_timeout if timeout is None else timeout
@@ -195,6 +198,7 @@ class Agent:
         timeout: float | None,
     ) -> None:
         """Sends the request of an asynchronous call; `call` is settled by whatever ends it."""
+        self._thread.has_called = True
         seconds = self.rpc_timeout if timeout is None else timeout
         call.seconds = seconds
         call.deadline = time.monotonic() + seconds if seconds else math.inf
@@ -254,7 +258,7 @@ class Agent:
 
     def post(self, to: int, kind: Kind, body: Any) -> None:
         encoded = self.codec.encode(body, to)
-        conversation: Conversation | None = getattr(self._thread, "conversation", None)
+        conversation = self._thread.conversation
         if (
             conversation is not None
             and conversation.source == to
@@ -291,6 +295,7 @@ class Agent:
             self.post(to, kind, body)
             meanwhile()
             return []
+        self._thread.has_called = True
         encoded = self.codec.encode(body, to)
         receipt = self._living_peer(to, kind).converse(
             kind,
@@ -308,7 +313,7 @@ class Agent:
         return came
 
     def end_conversation(self) -> None:
-        conversation: Conversation | None = getattr(self._thread, "conversation", None)
+        conversation = self._thread.conversation
         if conversation is not None:
             conversation.end()
 
@@ -335,6 +340,7 @@ class Agent:
         self, to: int, kind: Kind, body: Any, timeout: float | None, what: Callable[[], str]
     ) -> Any:
         """A request on the synchronous path, within the context of this thread."""
+        self._thread.has_called = True
         encoded = self.codec.encode(body, to)
         context, message = self._record(to, encoded)
         seconds = self.rpc_timeout if timeout is None else timeout
@@ -377,6 +383,7 @@ class Agent:
 
     def _serve(self, source: int, frame: Frame, send: Send) -> None:
         """Runs a message that came in, and answers it now or, if it is deferred, later."""
+        self._thread.has_called = False
         counted = frame.kind is not Kind.GATHER  # those ask whether anything is going on
         if counted:
             self._begun.add()
@@ -385,6 +392,7 @@ class Agent:
         try:
             if frame.flags & Flags.RIDER:
                 kind, payload, frame.body = split_rider(frame.body)
+                frame.flags &= ~Flags.RIDER
                 rider = kind, payload
             handler = self._frame_handlers.get(frame.kind)
             if handler is not None:
@@ -448,11 +456,22 @@ class Agent:
             self.network.peer(source).lose(f"its {kind.name} message could not be handled: {error}")
 
     def _is_quick(self, frame: Frame) -> bool:
+        if frame.kind is not Kind.CALL and frame.kind not in self._call_offsets:
+            return False
+        return self.quick.is_quick(self._name_of(frame))
+
+    def _name_of(self, frame: Frame) -> bytes:
+        """What a message asks for: the function that it calls, or else its kind."""
         kind = frame.kind
-        if kind is Kind.CALL:
-            return self.quick.is_quick(name_in(frame, 0))
-        offset = self._call_offsets.get(kind)
-        return offset is not None and self.quick.is_quick(name_in(frame, offset))
+        offset = 0 if kind is Kind.CALL else self._call_offsets.get(kind)
+        if offset is None:
+            return b"\0%d" % kind
+        try:
+            if frame.flags & Flags.RIDER:
+                offset += rider_size(frame.body)
+            return name_in(frame, offset)
+        except (struct.error, ProtocolError):
+            return b""  # whoever serves it will find out
 
     def _run(self, source: int, frame: Frame) -> tuple[Any, Future[Any] | None]:
         """The message's value, or the future that will have it."""
@@ -622,6 +641,14 @@ class AsyncCall(PendingCall):
                     seconds=self.seconds,
                 )
             )
+
+
+class _Thread(threading.local):
+    """What one thread is at."""
+
+    conversation: Conversation | None = None
+    has_called = False
+    """It has called other workers since it began to serve a message, and may have waited."""
 
 
 class _Tally:

@@ -20,6 +20,7 @@ from telegrad.rpc.clock import Clock
 from telegrad.rpc.multiplex import Multiplex
 from telegrad.rpc.options import RpcOptions
 from telegrad.rpc.peer import Peer
+from telegrad.rpc.reception import Reception
 from telegrad.rpc.rendezvous import Directory, Record, address_towards, host_identity
 from telegrad.rpc.work_pool import WorkPool
 from telegrad.rpc.worker_info import WorkerInfo
@@ -34,7 +35,7 @@ from telegrad.transport.base import (
 from telegrad.transport.handshake import Identity, Purpose, answer, introduce
 from telegrad.transport.inproc import InprocTransport
 from telegrad.transport.sockets import TcpTransport, UnixTransport
-from telegrad.wire.frames import Flags, Frame, Kind
+from telegrad.wire.frames import Frame, Kind
 from telegrad.wire.memory import BufferPool
 
 __all__ = ["Network", "Send"]
@@ -62,7 +63,9 @@ class Network:
     """
     Args:
         serve: runs a message that came from worker `source`, on a thread that it may block.
-        is_quick: whether a request is done so soon that waking a thread for it would take longer.
+        is_quick: whether a call is done so soon that waking a thread for it would take longer.
+        name_of: what a message asks for.
+        has_called: whether what this thread has served last has called other workers itself.
         on_thread_start: runs first in each thread made here.
     """
 
@@ -75,6 +78,8 @@ class Network:
         directory: Directory,
         serve: Serve,
         is_quick: Callable[[Frame], bool],
+        name_of: Callable[[Frame], bytes],
+        has_called: Callable[[], bool],
         on_thread_start: Callable[[], None],
     ) -> None:
         self.info = info
@@ -89,6 +94,9 @@ class Network:
         self._memory_pool = BufferPool()
         self.clock = Clock(info.name, self._tick)
         self.work = WorkPool(info.name, options.num_worker_threads, on_thread_start)
+        self._reception = Reception(
+            serve, name_of, has_called, options.busy_wait, partial(self._spawn, "host")
+        )
         self._peers: dict[int, Peer] = {}
         self._records: dict[int, Record] = {}
         self._ids: dict[str, int] = {info.name: info.id}
@@ -390,14 +398,8 @@ class Network:
             self.introduce_member(record)
 
     def _serve_lane(self, peer: Peer, lane: Connection) -> None:
-        serve, source = self._serve, peer.info.id
         try:
-            while True:
-                frame = lane.receive()  # ends by a request, a loss or interrupt()
-                serve(source, frame, lane.send)
-                if frame.flags & Flags.NO_ANSWER:
-                    lane.send(Kind.RECEIPT, 0, frame.call_id)
-                del frame  # its tensors must not live until the next request comes
+            self._reception.serve_lane(peer.info.id, lane)
         except (ConnectionClosed, TransportTimeout):
             pass  # the caller gave up on it, left or died; the multiplex knows which
         except ProtocolError as error:
@@ -447,6 +449,7 @@ class Network:
 
     def _tick(self, now: float) -> None:
         self.work.tick()
+        self._reception.tick(now)
         while self._strangers and now - self._strangers[0].since > _HANDSHAKE_SECONDS:
             self._dismiss_oldest()
         trims = now - self._trimmed_at > _TRIM_SECONDS

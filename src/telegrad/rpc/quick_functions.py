@@ -12,8 +12,6 @@ from __future__ import annotations
 
 __all__ = ["QuickFunctions"]
 
-_QUICK = 150e-6
-_BLOCKED = 5e-3
 _TRUSTED = 3
 _MOST_TRUSTED = 8
 _PENANCE = -1000  # this many quick runs until a function that has blocked is trusted again
@@ -21,9 +19,16 @@ _MOST_NAMES = 4096
 
 
 class QuickFunctions:
-    """A score by name. An update lost between threads only delays a decision: no lock."""
+    """A score by name. An update lost between threads only delays a decision: no lock.
 
-    def __init__(self) -> None:
+    Args:
+        limit: how many seconds are quick.
+        blocked: after how many a function must have waited for something.
+    """
+
+    def __init__(self, limit: float = 150e-6, blocked: float = 5e-3) -> None:
+        self._limit = limit
+        self._blocked = blocked
         self._scores: dict[bytes, int] = {}
 
     def is_quick(self, name: bytes) -> bool:
@@ -36,9 +41,9 @@ class QuickFunctions:
             if not name or len(self._scores) >= _MOST_NAMES:
                 return  # without a name it came whole: it may be another one next time
             score = 0
-        if seconds < _QUICK:
+        if seconds < self._limit:
             score = min(score + 1, _MOST_TRUSTED)
-        elif seconds < _BLOCKED:
+        elif seconds < self._blocked:
             score = max(score - 2, 0) if score > 0 else score
         else:
             score = _PENANCE

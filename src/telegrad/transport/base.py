@@ -88,6 +88,17 @@ class Connection(Protocol):
     def fileno(self) -> int:
         """A descriptor that becomes readable when something comes; -1 if there is none."""
 
+    def receive_now(self) -> Frame | None:
+        """The next message, if all of it is here; does not wait. Whoever has called it looks for
+        the next one with `glance` too, until `rest`: not all that comes shows at the descriptor."""
+
+    def glance(self) -> bool:
+        """Whether something is here that does not show at the descriptor; no system call."""
+
+    def rest(self) -> bool:
+        """From now on everything that comes shows at the descriptor; False if something is here
+        already that does not."""
+
     def set_timeout(self, seconds: float | None) -> None:
         """How long `send` and `receive` wait for the peer; None is for ever."""
 

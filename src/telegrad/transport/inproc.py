@@ -107,6 +107,15 @@ class InprocConnection:
     def fileno(self) -> int:
         return -1
 
+    def receive_now(self) -> Frame | None:
+        return self.receive() if self.poll() else None
+
+    def glance(self) -> bool:
+        return self.poll()
+
+    def rest(self) -> bool:
+        return not self.poll()
+
     def set_timeout(self, seconds: float | None) -> None:
         self._timeout = seconds
 

@@ -51,6 +51,19 @@ class TlsConnection(SocketConnection):
 
     _read_rest = _read_into
 
+    def _try_read(self, target: memoryview) -> int:
+        try:
+            with self._step_lock:
+                count = self._socket.recv_into(target)
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            return 0
+        except (OSError, ValueError):
+            return -1
+        if not count:
+            return -1
+        self.reads += 1
+        return count
+
     def _complete(self, step: Callable[[], int]) -> int:
         """Takes a step as soon as it can be taken, within the timeout."""
         end = None if self._timeout is None else time.monotonic() + self._timeout
@@ -77,16 +90,9 @@ class TlsConnection(SocketConnection):
         if self._end > self._start:
             return True
         # That the socket is readable does not tell: TLS has messages of its own. So read ahead.
-        self._start = self._end = 0
-        try:
-            with self._step_lock:
-                self._end = self._socket.recv_into(self._ahead)
-        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
-            return False
-        except (OSError, ValueError):
-            return True  # `receive` will tell
-        self.reads += 1
-        return True
+        count = self._try_read(self._ahead)
+        self._start, self._end = 0, max(0, count)
+        return count != 0  # if it has ended, `receive` tells
 
     def fileno(self) -> int:
         return -1  # that the socket is readable does not tell: TLS has messages of its own

@@ -95,6 +95,15 @@ class WrappedConnection:
     def fileno(self) -> int:
         return self._connection.fileno()
 
+    def receive_now(self) -> Frame | None:
+        return self._connection.receive_now()
+
+    def glance(self) -> bool:
+        return self._connection.glance()
+
+    def rest(self) -> bool:
+        return self._connection.rest()
+
     def set_timeout(self, seconds: float | None) -> None:
         self._connection.set_timeout(seconds)
 

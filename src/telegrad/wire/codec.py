@@ -33,6 +33,7 @@ from telegrad.wire.unpacking import Attach, give_grad, unpack
 __all__ = ["Codec", "Encoded", "Packet", "Reducer", "head_of_packet"]
 
 _loads = pickle.loads
+_dumps = pickle.dumps
 # A pickler's memo keeps the size it grew to, and clearing it touches all of it: one that had a
 # large value is not worth keeping.
 _POOLED_BYTES = 64 * 1024
@@ -41,19 +42,21 @@ _POOLED_BYTES = 64 * 1024
 _SMALL = 0x53  # "S": a table of small tensors and a pickle
 _TENSOR = 0x56  # "V": such a table, of the one tensor that is the value
 _ARGUMENTS = 0x41  # "A": such a table, of the tensors that are a call's only arguments
+_MIXED = 0x4D  # "M": a call's only arguments: such a table, and a pickle of all that is no tensor
 _BYTES = 0x42  # "B": bytes
 _PLAIN_PACKET = 0x47  # "G": a packet's head and a table
 _PICKLED_PACKET = 0x48  # "H": a packet's head and a value
 _SMALL_PACKET = 0x49  # "I": a packet's head and a table of small tensors
 _PACKETS = (_PLAIN_PACKET, _PICKLED_PACKET, _SMALL_PACKET)
 _PICKLE = 0x80
-_SMALL_TABLES = (_SMALL, _TENSOR, _ARGUMENTS)
+_SMALL_TABLES = (_SMALL, _TENSOR, _ARGUMENTS, _MIXED)
 
-_SMALL_TAG, _TENSOR_TAG, _ARGUMENTS_TAG, _BYTES_TAG = (
-    bytes([tag]) for tag in (_SMALL, _TENSOR, _ARGUMENTS, _BYTES)
+_SMALL_TAG, _TENSOR_TAG, _ARGUMENTS_TAG, _MIXED_TAG, _BYTES_TAG = (
+    bytes([tag]) for tag in (_SMALL, _TENSOR, _ARGUMENTS, _MIXED, _BYTES)
 )
 _PACKET = struct.Struct("<BI")  # kind, length of the head
 _NO_ORIGINALS: dict[int, Tensor] = {}
+_SIMPLE = frozenset((Tensor, int, float, bool, str, bytes, type(None)))
 
 
 @dataclass(slots=True)
@@ -173,9 +176,17 @@ class Codec:
             SerializationError
         """
         if not kwargs and args and type(args) is tuple:
-            small = pack_small(args)
-            if small is not None:
-                return self._packed(_ARGUMENTS_TAG + small[0], small[1], "args")
+            tensors = [arg for arg in args if type(arg) is Tensor]
+            if len(tensors) == len(args):
+                small = pack_small(args)
+                if small is not None:
+                    return self._packed(_ARGUMENTS_TAG + small[0], small[1], "args")
+            elif _SIMPLE.issuperset(map(type, args)):
+                small = pack_small(tensors)
+                if small is not None:
+                    # The pickler of all other values would find nothing to do in these.
+                    rest = _dumps([None if type(arg) is Tensor else (arg,) for arg in args], 5)
+                    return self._packed(b"".join((_MIXED_TAG, small[0], rest)), small[1], "args")
         return self.encode((args, kwargs or None), destination, labels=("args", "kwargs"))
 
     def _encode_packet(self, packet: Packet, destination: int) -> Encoded:
@@ -268,6 +279,8 @@ class Codec:
                         entries = list(attach(entries))
                     else:
                         give_grad(entries, need_grad, attach)
+                if tag == _MIXED:
+                    return _mixed(view[position:], entries), None
                 if tag != _SMALL:
                     if position != len(view):
                         raise ProtocolError("damaged message: it is longer than its tensors")
@@ -328,6 +341,19 @@ def _assembled(pickler: ValuePickler) -> Encoded:
         return Encoded(b"".join((_SMALL_TAG, small[0], *chunks)), [], [], small[1])
     table = pack(entries, pickler.originals)
     return Encoded(b"".join(table.pieces + chunks), table.buffers, table.keep, table.tensors)
+
+
+def _mixed(stream: memoryview, tensors: list[Tensor]) -> tuple[Any, ...]:
+    """The arguments of a call: all that are no tensors, and the tensors between them."""
+    try:
+        rest = _loads(stream)
+        given = iter(tensors)
+        args = tuple([next(given) if arg is None else arg[0] for arg in rest])
+    except Exception as error:
+        raise ProtocolError(f"damaged arguments: {error!r}") from error
+    if next(given, None) is not None:
+        raise ProtocolError("damaged arguments: there are more tensors than places")
+    return args
 
 
 def head_of_packet(payload: bytes | memoryview) -> memoryview:

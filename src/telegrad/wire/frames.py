@@ -35,11 +35,12 @@ __all__ = [
     "kind_of",
     "pack_header",
     "pack_rider",
+    "rider_size",
     "split_rider",
     "unpack_header",
 ]
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAGIC = 0x4754  # "TG", read as little-endian
 
 HEADER = struct.Struct("<HBBIqqqI")
@@ -116,6 +117,16 @@ _RIDER_HEAD = struct.Struct("<BI")  # kind, length
 def pack_rider(kind: Kind, payload: bytes) -> bytes:
     """A message that is to ride in front of a body."""
     return _RIDER_HEAD.pack(kind, len(payload)) + payload
+
+
+def rider_size(body: bytes) -> int:
+    """How many bytes of a body the message takes that rides in front."""
+    try:
+        _, length = _RIDER_HEAD.unpack_from(body)
+    except struct.error as error:
+        raise ProtocolError(f"a message says that another rides with it: {error}") from None
+    size: int = _RIDER_HEAD.size + length
+    return size
 
 
 def split_rider(body: bytes) -> tuple[Kind, bytes, bytes]:

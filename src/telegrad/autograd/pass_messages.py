@@ -1,9 +1,9 @@
-"""Gradients on the wire.
+"""What a pass sends most, on the wire.
 
-Two of these travel for every call that a pass goes back through, so they are written by hand: a
-fixed head, a report for each worker that has one to make, and the tensors as they are. What is
-seldom there (a part of the credit, the history of gradients that are to be differentiated again)
-follows as a pickle.
+Two messages with gradients travel for every call that a pass goes back through, and one with credit
+wherever it ends, so they are written by hand: a fixed head, a report for each worker that has one
+to make, and the tensors as they are. What is seldom there (a part of the credit, the history of
+gradients that are to be differentiated again) follows as a pickle.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from telegrad.autograd.pass_protocol import Credit, Reports, Standing
 from telegrad.errors import ProtocolError
 from telegrad.wire.codec import Packet, head_of_packet
 
-__all__ = ["GradientMessage"]
+__all__ = ["CreditMessage", "GradientMessage"]
 
 _HEAD = struct.Struct("<QQQBBH")  # context, pass, message, flags, reports, gradients
+_CREDIT_HEAD = struct.Struct("<QQBB")  # context, pass, flags, reports
 _REPORT = struct.Struct("<HIB")  # worker, how many it has made, standing
 _STANDINGS = tuple(Standing)
 
@@ -65,9 +66,7 @@ class GradientMessage:
 
     def pack(self) -> Packet:
         flags = 0
-        tail: list[bytes] = []
-        for worker, (n, standing) in self.reports.items():
-            tail.append(_REPORT.pack(worker, n, standing))
+        tail = _packed_reports(self.reports)
         gradients = self.gradients
         tensors: list[torch.Tensor] = []
         for gradient in gradients:
@@ -109,12 +108,7 @@ class GradientMessage:
         packet.tensors.clear()
         try:
             context_id, pass_id, message_id, flags, n_reports, size = _HEAD.unpack_from(head)
-            position = _HEAD.size
-            reports: Reports = {}
-            for _ in range(n_reports):
-                worker, n, standing = _REPORT.unpack_from(head, position)
-                reports[worker] = (n, _STANDINGS[standing])
-                position += _REPORT.size
+            reports, position = _reports_at(head, _HEAD.size, n_reports)
             if flags & _SOME_ABSENT:
                 end = position + (size + 7) // 8
                 present = int.from_bytes(head[position:end], "little")
@@ -128,8 +122,8 @@ class GradientMessage:
             credit: Credit = 1
             history: tuple[int, tuple[int, ...]] = (-1, ())
             if flags & _MORE:
-                (numerator, denominator), history = pickle.loads(head[position:])
-                credit = numerator if denominator == 1 else Fraction(numerator, denominator)
+                parts, history = pickle.loads(head[position:])
+                credit = _credit_of(*parts)
         except _DAMAGES as error:
             raise ProtocolError(f"damaged gradient message: {error!r}") from error
         return cls(
@@ -156,3 +150,56 @@ class GradientMessage:
             raise ProtocolError("damaged gradient message: it is shorter than its head")
         context_id, pass_id, *_ = _HEAD.unpack_from(head)
         return context_id, pass_id
+
+
+@dataclass(slots=True)
+class CreditMessage:
+    """The credit that comes home where a pass ends, with what it has gathered on its way."""
+
+    context_id: int
+    pass_id: int
+    credit: Credit
+    reports: Reports
+
+    def pack(self) -> bytes:
+        tail = _packed_reports(self.reports)
+        flags = 0
+        if self.credit != 1:
+            flags = _MORE
+            tail.append(pickle.dumps((self.credit.numerator, self.credit.denominator), 5))
+        head = _CREDIT_HEAD.pack(self.context_id, self.pass_id, flags, len(self.reports))
+        return b"".join((head, *tail))
+
+    @classmethod
+    def unpack(cls, body: bytes) -> CreditMessage:
+        """
+        Raises:
+            ProtocolError: it is damaged.
+        """
+        try:
+            context_id, pass_id, flags, n_reports = _CREDIT_HEAD.unpack_from(body)
+            reports, position = _reports_at(body, _CREDIT_HEAD.size, n_reports)
+            credit: Credit = 1
+            if flags & _MORE:
+                credit = _credit_of(*pickle.loads(body[position:]))
+        except _DAMAGES as error:
+            raise ProtocolError(f"damaged credit message: {error!r}") from error
+        return cls(context_id, pass_id, credit, reports)
+
+
+def _packed_reports(reports: Reports) -> list[bytes]:
+    return [_REPORT.pack(worker, n, standing) for worker, (n, standing) in reports.items()]
+
+
+def _reports_at(data: bytes | memoryview, position: int, count: int) -> tuple[Reports, int]:
+    """So many reports, and where they end."""
+    reports: Reports = {}
+    for _ in range(count):
+        worker, n, standing = _REPORT.unpack_from(data, position)
+        reports[worker] = (n, _STANDINGS[standing])
+        position += _REPORT.size
+    return reports, position
+
+
+def _credit_of(numerator: int, denominator: int) -> Credit:
+    return numerator if denominator == 1 else Fraction(numerator, denominator)

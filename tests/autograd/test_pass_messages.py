@@ -1,4 +1,4 @@
-"""Gradients on the wire: every field comes as it went, and damage is an error."""
+"""Gradients and credit on the wire: every field comes as it went, and damage is an error."""
 
 from __future__ import annotations
 
@@ -9,12 +9,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from telegrad.autograd.gradient_message import GradientMessage
+from telegrad.autograd.pass_messages import CreditMessage, GradientMessage
 from telegrad.autograd.pass_protocol import Standing
 from telegrad.errors import ProtocolError
 from telegrad.wire.codec import Codec, Packet
 
 IDS = st.integers(0, 2**64 - 1)
+CREDITS = st.one_of(st.just(1), st.fractions(0, 1).filter(bool))
+REPORTS = st.dictionaries(
+    st.integers(0, 2**16 - 1),
+    st.tuples(st.integers(0, 2**32 - 1), st.sampled_from(Standing)),
+    max_size=5,
+)
 MESSAGES = st.builds(
     GradientMessage,
     context_id=IDS,
@@ -22,12 +28,8 @@ MESSAGES = st.builds(
     message_id=IDS,
     retain_graph=st.booleans(),
     create_graph=st.booleans(),
-    credit=st.one_of(st.just(1), st.fractions(0, 1).filter(bool)),
-    reports=st.dictionaries(
-        st.integers(0, 2**16 - 1),
-        st.tuples(st.integers(0, 2**32 - 1), st.sampled_from(Standing)),
-        max_size=5,
-    ),
+    credit=CREDITS,
+    reports=REPORTS,
     gradients=st.lists(
         st.one_of(st.none(), st.integers(1, 4).map(torch.ones)), min_size=1, max_size=20
     ),
@@ -79,3 +81,16 @@ def test_so_is_a_wrong_number_of_tensors(tensors):
     plain = GradientMessage(1, 2, 3, False, False, 1, {}, [torch.ones(2)]).pack()
     with pytest.raises(ProtocolError, match="damaged gradient message"):
         GradientMessage.unpack(Packet(plain.head, [torch.ones(2)] * tensors))
+
+
+@given(message=st.builds(CreditMessage, IDS, IDS, CREDITS, REPORTS))
+def test_credit_comes_home_as_it_went(message):
+    assert CreditMessage.unpack(message.pack()) == message
+
+
+@pytest.mark.parametrize("credit", [1, Fraction(1, 3)])
+def test_a_credit_message_that_is_cut_anywhere_is_an_error(credit):
+    whole = CreditMessage(1, 2, credit, {0: (1, Standing.OPEN)}).pack()
+    for end in range(len(whole)):
+        with pytest.raises(ProtocolError, match="damaged credit message"):
+            CreditMessage.unpack(whole[:end])

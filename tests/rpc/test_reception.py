@@ -1,0 +1,331 @@
+"""Who serves a lane: its own thread, or the host that serves many."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from telegrad.errors import ProtocolError
+from telegrad.rpc import reception
+from telegrad.rpc.reception import Reception
+from telegrad.transport.base import ConnectionClosed
+from telegrad.transport.shm import SharedMemory
+from telegrad.transport.stream import SocketConnection
+from telegrad.wire.frames import Flags, Kind, Limits
+from telegrad.wire.memory import BufferPool
+
+PATIENCE = 20.0
+
+
+class Worker:
+    """One whose functions are: `who`, which says by which thread it is served; `slow`, the same;
+    and `wait`, which waits until it is let go."""
+
+    def __init__(self, busy_wait=500e-6):
+        self.let_go = threading.Event()
+        self.threads = []
+        self.reception = Reception(
+            self._serve, lambda frame: frame.body, lambda: False, busy_wait, self._spawn
+        )
+        self._pool = BufferPool()
+        self._callers = []
+
+    def _spawn(self, run):
+        thread = threading.Thread(target=run, name="host", daemon=True)
+        self.threads.append(thread)
+        thread.start()
+
+    def _serve(self, source, frame, send):
+        if frame.body == b"wait":
+            assert self.let_go.wait(PATIENCE)
+        if not frame.flags & Flags.NO_ANSWER:
+            send(Kind.REPLY, 0, frame.call_id, -1, -1, [threading.current_thread().name.encode()])
+
+    def lane(self, *, mailbox=False):
+        """A new lane, as the caller sees it."""
+        here, there = (
+            SocketConnection(s, self._pool, Limits(), 500e-6) for s in socket.socketpair()
+        )
+        if mailbox:
+            here.share_memory(SharedMemory())
+            there.share_memory(SharedMemory())
+            here.open_mailbox()
+        number = len(self._callers)
+        self._callers.append(here)
+
+        def run():
+            with contextlib.suppress(ConnectionClosed, ProtocolError):
+                self.reception.serve_lane(number, there)
+            there.close()
+
+        thread = threading.Thread(target=run, name=f"own{number}", daemon=True)
+        self.threads.append(thread)
+        thread.start()
+        here.set_timeout(PATIENCE)
+        return here
+
+    def close(self):
+        self.let_go.set()
+        for caller in self._callers:
+            caller.interrupt()
+        for thread in self.threads:
+            thread.join(PATIENCE)
+            assert not thread.is_alive(), thread.name
+        for caller in self._callers:
+            caller.close()
+
+
+def call(lane, function=b"who", number=0):
+    lane.send(Kind.CALL, 0, number, body=[function])
+    frame = lane.receive()
+    assert frame.call_id == number
+    return frame.body.decode()
+
+
+def call_in_turn(lanes, times=20):
+    """Who has served each lane last."""
+    return [[call(lane) for lane in lanes] for _ in range(times)][-1]
+
+
+@pytest.fixture
+def crowded(monkeypatch):
+    """It is always crowded, and every request but those of `slow` is short."""
+    desk = reception._Desk
+
+    def serve(self, guest, frame, *, is_host):
+        is_short = self.is_short(frame)
+        self.serve(guest, frame)
+        return is_short
+
+    monkeypatch.setattr(desk, "serve_and_judge", serve)
+    monkeypatch.setattr(desk, "is_short", lambda self, frame: frame.body != b"slow")
+
+
+@pytest.fixture(params=[0.0, 500e-6], ids=["asleep", "looking"])
+def worker(request, crowded):
+    made = Worker(request.param)
+    made.reception._desk.is_crowded = True
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("mailbox", [False, True], ids=["sockets", "mailboxes"])
+def test_lanes_move_to_one_thread_where_it_is_crowded(worker, mailbox):
+    lanes = [worker.lane(mailbox=mailbox) for _ in range(4)]
+    assert call_in_turn(lanes) == ["host"] * 4
+    assert sum(thread.name == "host" for thread in worker.threads) == 1
+    for number in range(200):
+        assert call(lanes[number * 7 % 4], number=number) == "host"
+
+
+def test_a_lane_alone_stays_with_its_thread():
+    with contextlib.closing(Worker()) as worker:
+        lane = worker.lane()
+        assert call_in_turn([lane], 300) == ["own0"]
+
+
+def test_a_request_that_is_not_short_goes_to_the_lanes_own_thread(worker):
+    lanes = [worker.lane() for _ in range(3)]
+    call_in_turn(lanes)
+    assert call(lanes[1], b"slow") == "own1"
+    assert call(lanes[0]) == call(lanes[2]) == "host"
+    assert call(lanes[1]) == "own1"
+    assert call_in_turn(lanes) == ["host"] * 3
+
+
+def test_all_lanes_may_leave_and_come_back(worker):
+    lanes = [worker.lane() for _ in range(2)]
+    for _ in range(3):
+        assert call_in_turn(lanes) == ["host"] * 2
+        assert [call(lane, b"slow") for lane in lanes] == ["own0", "own1"]
+
+
+def test_a_large_request_goes_to_the_lanes_own_thread(worker):
+    lanes = [worker.lane() for _ in range(2)]
+    call_in_turn(lanes)
+    assert call(lanes[0], bytes(1 << 20)) == "own0"
+    assert call(lanes[1]) == "host"
+
+
+def test_a_post_gets_its_receipt(worker):
+    lanes = [worker.lane() for _ in range(2)]
+    call_in_turn(lanes)
+    for number in range(10):
+        lanes[0].send(Kind.CALL, Flags.NO_ANSWER, number, body=[b"who"])
+        frame = lanes[0].receive()
+        assert (frame.kind, frame.call_id) == (Kind.RECEIPT, number)
+
+
+def test_a_lane_that_ends_leaves_the_others_alone(worker):
+    lanes = [worker.lane() for _ in range(3)]
+    call_in_turn(lanes)
+    lanes[1].interrupt()
+    own = next(thread for thread in worker.threads if thread.name == "own1")
+    own.join(PATIENCE)
+    assert not own.is_alive()
+    assert call(lanes[0]) == call(lanes[2]) == "host"
+
+
+def test_a_lane_that_breaks_the_protocol_ends(worker):
+    lanes = [worker.lane() for _ in range(2)]
+    call_in_turn(lanes)
+    lanes[0]._socket.sendall(bytes(100))
+    own = next(thread for thread in worker.threads if thread.name == "own0")
+    with pytest.raises(ConnectionClosed):
+        lanes[0].receive()
+    own.join(PATIENCE)
+    assert not own.is_alive()
+    assert call(lanes[1]) == "host"
+
+
+def test_a_host_that_is_stuck_gives_all_lanes_back(worker):
+    lanes = [worker.lane() for _ in range(3)]
+    call_in_turn(lanes)
+    lanes[0].send(Kind.CALL, 0, 1, body=[b"wait"])
+    lanes[1].send(Kind.CALL, 0, 2, body=[b"who"])
+    while not worker.reception._host._busy_since:
+        time.sleep(0.001)
+    now = time.monotonic()
+    worker.reception.tick(now)
+    assert not lanes[1].poll()  # it is not stuck yet
+    worker.reception.tick(now + 1.0)
+    assert lanes[1].receive().body == b"own1"
+    assert call(lanes[2]) == "own2"
+    worker.let_go.set()
+    assert lanes[0].receive().body == b"host"
+    assert call(lanes[0]) == "own0"
+    assert call_in_turn(lanes) == ["host"] * 3
+
+
+def test_a_host_that_fails_gives_all_lanes_back(worker, monkeypatch):
+    lanes = [worker.lane() for _ in range(2)]
+    call_in_turn(lanes)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading, "excepthook", lambda _: None)
+        patch.setattr(reception._Desk, "is_short", lambda self, frame: 1 / 0)
+        lanes[0].send(Kind.CALL, 0, 1, body=[b"who"])
+        host = worker.reception._host
+        while not host._is_over:
+            time.sleep(0.001)
+    assert call(lanes[1]) == "own1"
+
+
+def test_without_threads_for_a_host_lanes_stay(worker, monkeypatch):
+    lanes = [worker.lane() for _ in range(2)]
+
+    def spawn(run):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(worker.reception, "_spawn", spawn)
+    assert call_in_turn(lanes, 50) == ["own0", "own1"]
+
+
+# -- judging
+
+
+class Judged:
+    """A desk at which nothing happens but time."""
+
+    def __init__(self, monkeypatch):
+        self._now = self._used = 0.0
+        self._has_called = False
+        clocks = SimpleNamespace(perf_counter=lambda: self._now, thread_time=lambda: self._used)
+        monkeypatch.setattr(reception, "time", clocks)
+        self._guests = [SimpleNamespace(source=n, lane=SimpleNamespace(send=None)) for n in "abc"]
+        self.desk = reception._Desk(None, lambda frame: frame.body, lambda: self._has_called)
+
+    def serve(self, took, used, *, lane=0, is_host=False, calls=False):
+        """Whether a request is short that took so long, and so much processor time."""
+
+        def serve(*_):
+            self._now += took
+            self._used += used
+            self._has_called = calls
+
+        self.desk._serve = serve
+        frame = SimpleNamespace(flags=0, body=b"f")
+        is_short = self.desk.serve_and_judge(self._guests[lane], frame, is_host=is_host)
+        assert is_short == self.desk.is_short(frame)
+        return is_short
+
+    def serve_in_turn(self, took, used, *, lanes=3, seconds=0.1):
+        """The requests of several lanes, of which each begins when the last one has ended."""
+        end = self._now + seconds
+        number = 0
+        while self._now < end:
+            self.serve(took, used, lane=number % lanes)
+            number += 1
+        return self.desk.is_crowded
+
+
+@pytest.fixture
+def judged(monkeypatch):
+    return Judged(monkeypatch)
+
+
+def test_what_has_been_short_a_few_times_is_short(judged):
+    assert [judged.serve(300e-6, 200e-6) for _ in range(4)] == [False, False, True, True]
+
+
+def test_what_uses_much_time_is_not_short(judged):
+    assert not any(judged.serve(900e-6, 900e-6) for _ in range(10))
+
+
+def test_what_calls_other_workers_is_not_short(judged):
+    assert not any(judged.serve(400e-6, 100e-6, calls=True) for _ in range(10))
+
+
+def test_what_waits_at_the_host_does_not_stay_there(judged):
+    for _ in range(10):
+        is_short = judged.serve(2e-3, 50e-6)  # others may have been in its way
+    assert is_short
+    verdicts = [judged.serve(2e-3, 50e-6, is_host=True) for _ in range(3)]
+    assert not verdicts[-1]
+
+
+def test_it_is_crowded_when_one_thread_is_just_enough(judged):
+    assert judged.serve_in_turn(100e-6, 60e-6)
+    assert not judged.serve_in_turn(100e-6, 10e-6)
+    assert judged.serve_in_turn(100e-6, 99e-6)
+
+
+def test_it_is_not_crowded_where_requests_run_beside_each_other(judged):
+    # Of three threads on three processors, each ends a third of its time after the one before.
+    assert not judged.serve_in_turn(100e-6, 300e-6)
+
+
+def test_it_is_not_crowded_with_one_lane(judged):
+    assert not judged.serve_in_turn(100e-6, 60e-6, lanes=1)
+
+
+def test_a_host_that_is_busy_all_the_time_gives_up_now_and_then(judged):
+    judged.serve_in_turn(100e-6, 95e-6, seconds=reception._TERM - 0.5)
+    assert not judged.desk.begin_anew()
+    judged.serve_in_turn(100e-6, 95e-6, seconds=1.0)
+    assert judged.desk.begin_anew()
+    assert not judged.desk.is_crowded
+    assert not judged.desk.begin_anew()
+
+
+def test_a_host_with_time_left_stays(judged):
+    judged.serve_in_turn(100e-6, 60e-6, seconds=3 * reception._TERM)
+    assert not judged.desk.begin_anew()
+
+
+def test_lanes_come_back_to_a_new_host_when_one_has_given_up(worker, monkeypatch):
+    lanes = [worker.lane() for _ in range(3)]
+    assert call_in_turn(lanes) == ["host"] * 3
+    first = worker.reception._host
+    with monkeypatch.context() as patch:
+        patch.setattr(worker.reception._desk, "begin_anew", lambda: True)
+        patch.setattr(worker.reception._desk, "is_crowded", False)
+        call(lanes[0])
+        while not first._is_over:
+            time.sleep(0.001)
+        assert call_in_turn(lanes) == ["own0", "own1", "own2"]
+    assert call_in_turn(lanes) == ["host"] * 3
