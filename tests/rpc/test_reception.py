@@ -202,6 +202,34 @@ def test_a_host_that_is_stuck_gives_all_lanes_back(worker):
     assert call_in_turn(lanes) == ["host"] * 3
 
 
+def test_closing_does_not_wait_for_a_host_that_is_stuck(worker):
+    lanes = [worker.lane() for _ in range(3)]
+    call_in_turn(lanes)
+    lanes[0].send(Kind.CALL, 0, 1, body=[b"wait"])
+    while not worker.reception._host._busy_since:
+        time.sleep(0.001)
+    for lane in lanes:
+        lane.interrupt()
+    worker.reception.close()
+    for thread in worker.threads:
+        if thread.name in ("own1", "own2"):
+            thread.join(PATIENCE)
+            assert not thread.is_alive()
+
+
+def test_nobody_moves_in_once_it_is_closed(worker):
+    lanes = [worker.lane() for _ in range(2)]
+    worker.reception.close()
+    assert call_in_turn(lanes, 50) == ["own0", "own1"]
+
+
+def test_a_host_that_is_closed_serves_nothing_any_more(worker):
+    lanes = [worker.lane() for _ in range(2)]
+    call_in_turn(lanes)
+    worker.reception.close()
+    assert [call(lane) for lane in lanes] == ["own0", "own1"]
+
+
 def test_a_host_that_fails_gives_all_lanes_back(worker, monkeypatch):
     lanes = [worker.lane() for _ in range(2)]
     call_in_turn(lanes)

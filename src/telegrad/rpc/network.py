@@ -484,6 +484,7 @@ class Network:
             peer.close(goodbye=goodbye)
         for stranger in list(self._strangers):
             stranger.connection.interrupt()
+        self._reception.close()
         deadline = time.monotonic() + patience
         self.work.close(timeout=patience)
         with self._threads_lock:

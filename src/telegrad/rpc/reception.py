@@ -156,7 +156,8 @@ class Reception:
         self._busy_wait = busy_wait
         self._spawn = spawn
         self._host: _Host | None = None
-        self._host_lock = threading.Lock()  # guards the one above: there is one host at a time
+        self._is_closed = False
+        self._host_lock = threading.Lock()  # guards the two above: there is one host at a time
 
     def serve_lane(self, source: int, lane: Connection) -> None:
         """Serves a lane until it ends, which is raised."""
@@ -185,9 +186,18 @@ class Reception:
         if host is not None:
             host.tick(now)
 
+    def close(self) -> None:
+        """All lanes have been interrupted: their threads must not wait for a host that is stuck."""
+        with self._host_lock:
+            self._is_closed = True
+            if self._host is not None:
+                self._host.close()
+
     def _move_in(self, guest: _Guest) -> None:
         """Leaves the lane to the host until that returns it; raises how it ended, if it did."""
         with self._host_lock:
+            if self._is_closed:
+                return
             if self._host is None or not self._host.admit(guest):
                 host = _Host(self._desk, self._busy_wait)
                 try:
@@ -208,9 +218,10 @@ class _Host:
         self._desk = desk
         self._patience = Patience(busy_wait)
         self._epoll = select.epoll()
-        self._lock = threading.Lock()  # guards the four below
+        self._lock = threading.Lock()  # guards what follows
         self._guests: dict[int, _Guest] = {}  # by descriptor
         self._is_over = False
+        self._is_closed = False
         self._served: _Guest | None = None
         self._busy_since = 0.0  # when it began to serve; 0 while it looks
         # Only its own thread uses these:
@@ -234,6 +245,11 @@ class _Host:
             with self._lock:
                 if self._busy_since == busy:
                     self._end()
+
+    def close(self) -> None:
+        """Begins nothing any more. If it is serving something, it ends as if it were stuck."""
+        self._is_closed = True
+        self.tick(math.inf)
 
     def run(self) -> None:
         try:
@@ -315,15 +331,16 @@ class _Host:
         if frame is not None and self._desk.is_short(frame):
             self._served = guest
             self._busy_since = time.monotonic()
-            try:
-                self._desk.serve_and_judge(guest, frame, is_host=True)
-            except Exception as caught:  # noqa: BLE001 - its receipt could not be sent
-                error = caught
-            frame = None
+            if not self._is_closed:  # asked now: whoever closes it has not seen it busy
+                try:
+                    self._desk.serve_and_judge(guest, frame, is_host=True)
+                except Exception as caught:  # noqa: BLE001 - its receipt could not be sent
+                    error = caught
+                frame = None
             with self._lock:
                 self._served = None
                 self._busy_since = 0.0
-                if error is None and not self._is_over:
+                if frame is None and error is None and not self._is_over:
                     return
         with self._lock:
             self._awake.remove(guest)
