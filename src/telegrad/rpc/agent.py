@@ -25,9 +25,11 @@ from typing import Any
 import torch
 from torch.futures import Future
 
-from telegrad.errors import ProtocolError, RpcTimeout, TelegradError, WorkerLost
+from telegrad.errors import ProtocolError, TelegradError, WorkerLost
+from telegrad.rpc.async_call import AsyncCall
+from telegrad.rpc.call_head import name_in, pack_call_head
 from telegrad.rpc.conversation import Conversation, Interruption, messages_in
-from telegrad.rpc.multiplex import PendingCall
+from telegrad.rpc.functions import checked_future
 from telegrad.rpc.network import Network, Send
 from telegrad.rpc.options import RpcOptions
 from telegrad.rpc.outcome import describe_function, pack_failure, rebuild_failure
@@ -41,11 +43,9 @@ from telegrad.wire.codec import Codec, Encoded
 from telegrad.wire.frames import Flags, Frame, Kind, pack_rider, rider_size, split_rider
 from telegrad.wire.references import function_named, name_of
 
-__all__ = ["Agent", "AsyncCall", "checked_future", "name_in"]
+__all__ = ["Agent"]
 
 _log = logging.getLogger("telegrad.rpc")
-
-_CALL_HEAD = struct.Struct("<H")  # length of the function's name; 0: the function is in the payload
 
 _HEAD_ROOM = 4096  # of a body, for what stands in front of the payload
 
@@ -146,7 +146,7 @@ class Agent:
             lambda: f"the call of {describe_function(func)}",
             flags,
         )
-        return self._result(to, frame)
+        return self.result(to, frame)
 
     def call_async(
         self,
@@ -170,12 +170,12 @@ class Agent:
         name = name_of(func)
         if name is not None and len(name) < _HEAD_ROOM // 2:
             encoded = self.codec.encode_arguments(args, kwargs, to)
-            head = _CALL_HEAD.pack(len(name)) + name
+            head = pack_call_head(name)
         else:
             encoded = self.codec.encode(
                 (func, args, kwargs or None), to, labels=("func", "args", "kwargs")
             )
-            head = _CALL_HEAD.pack(0)
+            head = pack_call_head(b"")
         return head, encoded, *self._record(to, encoded)
 
     def _record(self, to: int, encoded: Encoded) -> tuple[int, int]:
@@ -353,7 +353,7 @@ class Agent:
             seconds or None,
             what,
         )
-        return self._result(to, frame)
+        return self.result(to, frame)
 
     def handle(self, kind: Kind, handler: Handler, rescue: Rescue | None = None) -> None:
         if kind in self._handlers:
@@ -410,7 +410,7 @@ class Agent:
                 if deferred is None:
                     self.answer(source, frame, send, value)
                 if frame.kind is Kind.CALL:
-                    self.quick.ran(name_in(frame, 0), took)
+                    self.quick.ran(name_in(frame.body, 0)[0], took)
         except BaseException as error:  # noqa: BLE001 - whatever a function raises is its caller's
             self._answer_failure(source, frame, send, error)
         if rider is not None:  # it has time: whoever waits, waits for the answer
@@ -469,7 +469,7 @@ class Agent:
         try:
             if frame.flags & Flags.RIDER:
                 offset += rider_size(frame.body)
-            return name_in(frame, offset)
+            return name_in(frame.body, offset)[0]
         except (struct.error, ProtocolError):
             return b""  # whoever serves it will find out
 
@@ -494,14 +494,13 @@ class Agent:
         self, source: int, frame: Frame, offset: int
     ) -> tuple[Callable[..., Any], Sequence[Any], dict[str, Any]]:
         """The function and arguments in a request, whose call head begins at `offset`."""
-        body = memoryview(frame.body)
-        (length,) = _CALL_HEAD.unpack_from(body, offset)
-        start = offset + _CALL_HEAD.size
-        if length:
-            func = function_named(bytes(body[start : start + length]))
-            args, kwargs = self._decode(source, frame, body[start + length :])
+        name, start = name_in(frame.body, offset)
+        payload = memoryview(frame.body)[start:]
+        if name:
+            func = function_named(name)
+            args, kwargs = self._decode(source, frame, payload)
         else:
-            func, args, kwargs = self._decode(source, frame, body[start:])
+            func, args, kwargs = self._decode(source, frame, payload)
         self.admit()
         return func, args, kwargs or _NO_KWARGS
 
@@ -575,7 +574,7 @@ class Agent:
         if frame.kind is not Kind.GATHER:
             self._ended.add()
 
-    def _result(self, source: int, frame: Frame) -> Any:
+    def result(self, source: int, frame: Frame) -> Any:
         """What a reply holds: returned, or raised."""
         if frame.kind is Kind.REPLY:
             return self._decode(source, frame, frame.body)
@@ -592,55 +591,6 @@ class Agent:
 
     def pending_calls(self) -> int:
         return sum(peer.pending_count for peer in self.network.peers())
-
-
-class AsyncCall(PendingCall):
-    """A call whose reply settles a future, within the context in which the call was made."""
-
-    __slots__ = ("_agent", "_context", "future", "peer", "seconds", "to", "what")
-
-    def __init__(self, agent: Agent, to: int, context: int, what: Callable[[], str]) -> None:
-        self._agent = agent
-        self._context = context
-        self.to = to
-        self.what = what
-        self.seconds = 0.0
-        self.deadline = math.inf
-        self.peer: Peer | None = None
-        self.future: Future[Any] = Future()
-
-    def succeed(self, frame: Frame) -> None:
-        try:
-            value = self._agent._result(self.to, frame)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is the caller's
-            self.settle_error(error)
-            return
-        recorder = self._agent.recorder
-        if self._context == NO_CONTEXT or recorder is None:
-            self.future.set_result(value)
-        else:
-            with recorder.enter(self._context):  # callbacks run in here
-                self.future.set_result(value)
-
-    def settle_error(self, error: Exception) -> None:
-        self.future.set_exception(error)
-
-    def fail(self, reason: str) -> None:
-        if self.peer is not None:
-            self.settle_error(self.peer.loss(self.what()))
-
-    def expire(self) -> None:
-        if self.peer is not None:
-            self.settle_error(self.peer.timed_out(self.seconds, self.what()))
-        else:
-            self.settle_error(
-                RpcTimeout(
-                    f"RPC ran for more than set timeout ({self.seconds * 1000:.0f} ms) and will "
-                    f"now be marked with an error: {self.what()} on this worker itself",
-                    worker=self._agent.info.name,
-                    seconds=self.seconds,
-                )
-            )
 
 
 class _Thread(threading.local):
@@ -663,29 +613,6 @@ class _Tally:
     def add(self) -> None:
         with self._lock:
             self.count += 1
-
-
-def name_in(frame: Frame, offset: int) -> bytes:
-    """The name of the function in the call at `offset`; empty if the function travels whole."""
-    (length,) = _CALL_HEAD.unpack_from(frame.body, offset)
-    start = offset + _CALL_HEAD.size
-    return frame.body[start : start + length]
-
-
-def checked_future(func: Callable[..., Any], value: Any) -> Future[Any]:
-    if isinstance(value, torch._C.Future):  # what `then` returns is of torch's own base class
-        return value  # type: ignore[return-value]
-    if isinstance(func._wrapped_async_rpc_function, torch.jit.ScriptFunction):  # type: ignore[attr-defined]
-        raise TelegradError(
-            "Async functions must return an IValue of Future type, but got "
-            f"{type(value).__name__}: {describe_function(func)} is decorated with "
-            "@rpc.functions.async_execution"
-        )
-    raise TelegradError(
-        "Functions decorated with @rpc.async_function must return a torch.futures.Future object, "
-        f"but {describe_function(func)}, decorated with @rpc.functions.async_execution, returned "
-        f"a {type(value).__name__}"
-    )
 
 
 def _copied(

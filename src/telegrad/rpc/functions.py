@@ -7,8 +7,12 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from torch.futures import Future
 
-__all__ = ["async_execution"]
+from telegrad.errors import TelegradError
+from telegrad.rpc.outcome import describe_function
+
+__all__ = ["async_execution", "checked_future"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -38,3 +42,24 @@ def async_execution(fn: F) -> F:
         wrapper.__name__ = wrapper.__qualname__
     wrapper._wrapped_async_rpc_function = fn  # type: ignore[attr-defined]
     return wrapper  # type: ignore[return-value]
+
+
+def checked_future(func: Callable[..., Any], value: Any) -> Future[Any]:
+    """What a function marked with `async_execution` has returned, if it is a future.
+
+    Raises:
+        TelegradError: it is none.
+    """
+    if isinstance(value, torch._C.Future):  # what `then` returns is of torch's own base class
+        return value  # type: ignore[return-value]
+    if isinstance(func._wrapped_async_rpc_function, torch.jit.ScriptFunction):  # type: ignore[attr-defined]
+        raise TelegradError(
+            "Async functions must return an IValue of Future type, but got "
+            f"{type(value).__name__}: {describe_function(func)} is decorated with "
+            "@rpc.functions.async_execution"
+        )
+    raise TelegradError(
+        "Functions decorated with @rpc.async_function must return a torch.futures.Future object, "
+        f"but {describe_function(func)}, decorated with @rpc.functions.async_execution, returned "
+        f"a {type(value).__name__}"
+    )

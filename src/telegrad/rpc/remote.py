@@ -24,7 +24,10 @@ from torch.futures import Future
 
 from telegrad.errors import RpcTimeout, RRefError, TelegradError
 from telegrad.ids import ForkId, RRefId
-from telegrad.rpc.agent import Agent, AsyncCall, checked_future, name_in
+from telegrad.rpc.agent import Agent
+from telegrad.rpc.async_call import AsyncCall
+from telegrad.rpc.call_head import name_in
+from telegrad.rpc.functions import checked_future
 from telegrad.rpc.network import Send
 from telegrad.rpc.outcome import describe_function
 from telegrad.rpc.rref import RRef
@@ -202,7 +205,7 @@ class RemoteReferences:
     def _on_remote(self, source: int, frame: Frame, send: Send) -> None:
         *ids, answers_when_done = REMOTE_HEAD.unpack_from(frame.body)
         entry = self.table.owner_created(RRefId(*ids[:2]), ForkId(*ids[2:]), source)
-        name = name_in(frame, REMOTE_HEAD.size)
+        name, _ = name_in(frame.body, REMOTE_HEAD.size)
         is_method = name in _METHOD_CALLS
         if answers_when_done:
             entry.add_done_callback(lambda _: self._agent.answer(source, frame, send, None))

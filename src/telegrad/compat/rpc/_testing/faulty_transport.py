@@ -7,7 +7,6 @@ times out. A delayed message leaves later, while the sender goes on and its time
 from __future__ import annotations
 
 import collections
-import struct
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 
 from telegrad.compat.rpc.internal import builtin_name
 from telegrad.compat.torchscript.scripted import Target
+from telegrad.rpc.call_head import name_in
 from telegrad.rpc.remote import REMOTE_HEAD
 from telegrad.transport.base import Connection, Transport
 from telegrad.transport.wrapping import LateConnection, WrappedTransport, without_rider
@@ -23,8 +23,6 @@ from telegrad.wire.frames import Flags, Frame, Kind
 from telegrad.wire.references import function_named
 
 __all__ = ["FaultPlan", "call_kind", "faulty_transport"]
-
-_CALL_HEAD = struct.Struct("<H")
 
 _NAMES = {
     Kind.RREF_FORK: ("RREF_FORK_REQUEST",),
@@ -132,6 +130,5 @@ def _names(kind: Kind, body: Sequence[bytes | memoryview]) -> tuple[str, ...]:
 
 def _function(body: bytes, offset: int) -> Any:
     """The function that a call names; None if it is sent whole."""
-    (length,) = _CALL_HEAD.unpack_from(body, offset)
-    start = offset + _CALL_HEAD.size
-    return function_named(body[start : start + length]) if length else None
+    name, _ = name_in(body, offset)
+    return function_named(name) if name else None

@@ -1,0 +1,69 @@
+"""A call that was made and is not waited for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch.futures import Future
+
+from telegrad.errors import RpcTimeout
+from telegrad.rpc.multiplex import PendingCall
+from telegrad.rpc.peer import Peer
+from telegrad.rpc.seams import NO_CONTEXT
+from telegrad.wire.frames import Frame
+
+if TYPE_CHECKING:
+    from telegrad.rpc.agent import Agent
+
+__all__ = ["AsyncCall"]
+
+
+class AsyncCall(PendingCall):
+    """A call whose reply settles a future, within the context in which the call was made."""
+
+    __slots__ = ("_agent", "_context", "future", "peer", "seconds", "to", "what")
+
+    def __init__(self, agent: Agent, to: int, context: int, what: Callable[[], str]) -> None:
+        self._agent = agent
+        self._context = context
+        self.to = to
+        self.what = what
+        self.seconds = 0.0
+        self.deadline = math.inf
+        self.peer: Peer | None = None
+        self.future: Future[Any] = Future()
+
+    def succeed(self, frame: Frame) -> None:
+        try:
+            value = self._agent.result(self.to, frame)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is the caller's
+            self.settle_error(error)
+            return
+        recorder = self._agent.recorder
+        if self._context == NO_CONTEXT or recorder is None:
+            self.future.set_result(value)
+        else:
+            with recorder.enter(self._context):  # callbacks run in here
+                self.future.set_result(value)
+
+    def settle_error(self, error: Exception) -> None:
+        self.future.set_exception(error)
+
+    def fail(self, reason: str) -> None:
+        if self.peer is not None:
+            self.settle_error(self.peer.loss(self.what()))
+
+    def expire(self) -> None:
+        if self.peer is not None:
+            self.settle_error(self.peer.timed_out(self.seconds, self.what()))
+        else:
+            self.settle_error(
+                RpcTimeout(
+                    f"RPC ran for more than set timeout ({self.seconds * 1000:.0f} ms) and will "
+                    f"now be marked with an error: {self.what()} on this worker itself",
+                    worker=self._agent.info.name,
+                    seconds=self.seconds,
+                )
+            )
