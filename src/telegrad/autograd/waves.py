@@ -474,14 +474,20 @@ def _walk(entries: Iterable[Sequence[Any]]) -> tuple[set[Any], list[Any]]:
     while todo:
         for edge in pop():
             node = edge[0]
-            if node is None or node in seen:
-                continue
-            see(node)
-            kind = type(node)
-            if kind is AccumulateGrad:
-                leaves.append(node)
-            elif kind is not RecvNode:
-                push(node.next_functions)
+            while node is not None and node not in seen:
+                see(node)
+                kind = type(node)
+                if kind is AccumulateGrad:
+                    leaves.append(node)
+                    break
+                if kind is RecvNode:
+                    break
+                edges = node.next_functions
+                if len(edges) == 1 or (len(edges) == 2 and edges[1][0] is None):
+                    node = edges[0][0]  # on along a chain, as most nodes are in one
+                else:
+                    push(edges)
+                    break
     return seen, leaves
 
 
