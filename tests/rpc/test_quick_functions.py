@@ -27,6 +27,20 @@ def test_a_slow_run_now_and_then_is_forgiven_and_many_are_not():
     assert not functions.is_quick(b"f")
 
 
+def test_a_function_that_is_trusted_no_more_may_need_long_to_be_trusted_again():
+    functions = QuickFunctions(relapse=20)
+    for _ in range(8):
+        functions.ran(b"f", QUICK)
+    for _ in range(3):
+        functions.ran(b"f", SLOW)
+    assert not functions.is_quick(b"f")
+    for _ in range(20):
+        functions.ran(b"f", QUICK)
+    assert not functions.is_quick(b"f")
+    functions.ran(b"f", QUICK)
+    assert functions.is_quick(b"f")
+
+
 def test_a_function_that_has_blocked_is_out_for_long():
     functions = QuickFunctions()
     for _ in range(8):

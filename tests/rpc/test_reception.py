@@ -190,10 +190,10 @@ def test_a_host_that_is_stuck_gives_all_lanes_back(worker):
     lanes[1].send(Kind.CALL, 0, 2, body=[b"who"])
     while not worker.reception._host._busy_since:
         time.sleep(0.001)
-    now = time.monotonic()
-    worker.reception.tick(now)
+    begun = worker.reception._host._busy_since
+    worker.reception.tick(begun + 0.9 * reception._STUCK_AFTER)
     assert not lanes[1].poll()  # it is not stuck yet
-    worker.reception.tick(now + 1.0)
+    worker.reception.tick(begun + 1.1 * reception._STUCK_AFTER)
     assert lanes[1].receive().body == b"own1"
     assert call(lanes[2]) == "own2"
     worker.let_go.set()
@@ -308,12 +308,25 @@ def test_what_calls_other_workers_is_not_short(judged):
     assert not any(judged.serve(400e-6, 100e-6, calls=True) for _ in range(10))
 
 
+def test_what_waits_is_not_short(judged):
+    assert not any(judged.serve(5e-3, 50e-6) for _ in range(10))
+
+
 def test_what_waits_at_the_host_does_not_stay_there(judged):
     for _ in range(10):
-        is_short = judged.serve(2e-3, 50e-6)  # others may have been in its way
+        is_short = judged.serve(1e-3, 50e-6)  # others may have been in its way
     assert is_short
-    verdicts = [judged.serve(2e-3, 50e-6, is_host=True) for _ in range(3)]
+    verdicts = [judged.serve(1e-3, 50e-6, is_host=True) for _ in range(3)]
     assert not verdicts[-1]
+    assert not any(judged.serve(1e-3, 50e-6) for _ in range(150))  # nor does it soon come back
+
+
+def test_a_host_without_a_processor_for_a_moment_goes_on(judged):
+    for _ in range(10):
+        judged.serve(60e-6, 50e-6)
+    for number in range(100):
+        judged.serve(4e-3 if number % 5 == 4 else 60e-6, 50e-6, is_host=True)
+    assert judged.serve(60e-6, 50e-6, is_host=True)
 
 
 def test_it_is_crowded_when_one_thread_is_just_enough(judged):

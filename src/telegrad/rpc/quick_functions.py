@@ -24,11 +24,13 @@ class QuickFunctions:
     Args:
         limit: how many seconds are quick.
         blocked: after how many a function must have waited for something.
+        relapse: so many quick runs more it takes until a function is trusted again that was.
     """
 
-    def __init__(self, limit: float = 150e-6, blocked: float = 5e-3) -> None:
+    def __init__(self, limit: float = 150e-6, blocked: float = 5e-3, relapse: int = 0) -> None:
         self._limit = limit
         self._blocked = blocked
+        self._relapse = relapse
         self._scores: dict[bytes, int] = {}
 
     def is_quick(self, name: bytes) -> bool:
@@ -44,7 +46,10 @@ class QuickFunctions:
         if seconds < self._limit:
             score = min(score + 1, _MOST_TRUSTED)
         elif seconds < self._blocked:
+            was_trusted = score >= _TRUSTED
             score = max(score - 2, 0) if score > 0 else score
+            if was_trusted and score < _TRUSTED:
+                score -= self._relapse
         else:
             score = _PENANCE
         self._scores[name] = score

@@ -37,8 +37,10 @@ from telegrad.wire.frames import Flags, Frame, Kind
 __all__ = ["Reception"]
 
 _SHORT = 500e-6  # seconds of processor time
-_BLOCKED = 2.0  # times its processor time, and
-_PREEMPTED = 200e-6  # seconds: a request that takes longer at the host has waited for something
+# Times its processor time, and seconds: a request that takes longer has waited for something.
+_AT_HOST = 2.0, 200e-6
+_AMONG_OTHERS = 5.0, 1e-3  # on the lane's own thread, where it may have waited for others' threads
+_RELAPSE = 200  # requests, after which one is tried again that has not been short at the host
 _CROWDED = 0.4, 1.1  # seconds of processor time in a second
 _TURNS = 16  # from one lane to another, among
 _WINDOW = 64  # requests, from which it is seen whether it is crowded
@@ -81,7 +83,7 @@ class _Desk:
         self._serve = serve
         self._name_of = name_of
         self._has_called = has_called
-        self._brief = QuickFunctions(_SHORT, _STUCK_AFTER)
+        self._brief = QuickFunctions(_SHORT, _STUCK_AFTER, _RELAPSE)
         # What follows is of the last requests. An update lost between threads does no harm.
         self.is_crowded = False
         self.last: _Guest | None = None
@@ -105,12 +107,12 @@ class _Desk:
         self.serve(guest, frame)
         now, used = time.perf_counter(), time.thread_time() - used
         self._count_in(guest, now, used)
+        times, more = _AT_HOST if is_host else _AMONG_OTHERS
         if self._has_called():
-            self._brief.ran(name, math.inf)
-        elif is_host and now - begun > _BLOCKED * used + _PREEMPTED:
-            self._brief.ran(name, now - begun)
-        else:
-            self._brief.ran(name, used)
+            used = math.inf
+        elif now - begun > times * used + more:
+            used = now - begun
+        self._brief.ran(name, used)
         return self._brief.is_quick(name)
 
     def _count_in(self, guest: _Guest, now: float, used: float) -> None:
