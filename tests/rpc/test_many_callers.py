@@ -9,10 +9,10 @@ import time
 
 import pytest
 import torch
+from hosting import hosted, invite_at
 
 from telegrad import autograd, rpc
 from telegrad.errors import WorkerLost
-from telegrad.rpc.current import current
 from telegrad.testing.cluster import cluster
 
 PATIENCE = 30.0
@@ -46,12 +46,6 @@ def is_one_blocked():
 
 def open_gate():
     gate.set()
-
-
-def hosted():
-    """Whose lanes the host of this worker has."""
-    host = current().agent.network._reception._host
-    return [] if host is None else [guest.source for guest in list(host._guests.values())]
 
 
 def pid():
@@ -96,6 +90,7 @@ class Callers:
 
 
 def wait_until_hosted(count, source=0):
+    invite_at(["worker1"])
     end = time.monotonic() + PATIENCE
     while rpc.rpc_sync("worker1", hosted).count(source) < count:
         assert time.monotonic() < end, "lanes did not move to the host"

@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+from hosting import CHANGED, invite_at
 
 from telegrad import autograd, rpc
 from telegrad.errors import RpcTimeout
@@ -18,6 +19,7 @@ SIZE = 3
 THREADS = 4
 CALLS = 300
 SOON = 10.0
+OFTEN = {"_BUSY": 0.2, "_TERM": 0.3}
 
 weight = torch.full((16, 16), 0.1, requires_grad=True)
 
@@ -138,24 +140,17 @@ def make_calls(seed):
     return errors, longest[0]
 
 
-def invite():
-    """Makes lanes move to the host whenever they may, and the host give up often."""
-    reception._CROWDED = (0.0, 100.0)
-    reception._TURNS, reception._WINDOW, reception._BUSY, reception._TERM = 2, 8, 0.2, 0.3
-
-
 @pytest.fixture
 def inviting(monkeypatch):
-    for name in ("_CROWDED", "_TURNS", "_WINDOW", "_BUSY", "_TERM"):
-        monkeypatch.setattr(reception, name, getattr(reception, name))  # put back afterwards
-    invite()
+    """At this worker; and the host gives up often."""
+    for name, value in {**CHANGED, **OFTEN}.items():
+        monkeypatch.setattr(reception, name, value)
 
 
 @pytest.mark.parametrize("options", [{}, {"busy_wait": 0.0}, {"transport": "tcp"}], ids=str)
 def test_all_kinds_of_calls_at_once(inviting, options):
     with cluster(SIZE, **options):
-        for number in range(1, SIZE):
-            rpc.rpc_sync(f"worker{number}", invite)
+        invite_at([f"worker{n}" for n in range(1, SIZE)], **OFTEN)
         others = [rpc.rpc_async(f"worker{n}", make_calls, (n,)) for n in range(1, SIZE)]
         for errors, longest in [make_calls(0), *(other.wait() for other in others)]:
             assert errors == []
