@@ -238,7 +238,7 @@ def test_a_host_that_fails_gives_all_lanes_back(worker, monkeypatch):
         patch.setattr(reception._Desk, "is_short", lambda self, frame: 1 / 0)
         lanes[0].send(Kind.CALL, 0, 1, body=[b"who"])
         host = worker.reception._host
-        while not host._is_over:
+        while not host.is_over:
             time.sleep(0.001)
     assert call(lanes[1]) == "own1"
 
@@ -251,6 +251,32 @@ def test_without_threads_for_a_host_lanes_stay(worker, monkeypatch):
 
     monkeypatch.setattr(worker.reception, "_spawn", spawn)
     assert call_in_turn(lanes, 50) == ["own0", "own1"]
+
+
+def test_without_descriptors_for_a_host_lanes_stay(worker, monkeypatch):
+    class NoEpoll:
+        def __init__(self):
+            raise OSError("too many open files")
+
+    lanes = [worker.lane() for _ in range(2)]
+    monkeypatch.setattr(reception.select, "epoll", NoEpoll)
+    assert call_in_turn(lanes, 50) == ["own0", "own1"]
+
+
+def test_a_lane_is_alone_again_when_the_host_has_ended(worker, monkeypatch):
+    lanes = [worker.lane() for _ in range(2)]
+    call_in_turn(lanes)
+    lanes[1].interrupt()
+    call(lanes[0], b"slow")
+    host = worker.reception._host
+    while not host.is_over:
+        time.sleep(0.001)
+    worker.reception._desk.last = None
+    monkeypatch.undo()  # from here on it is judged as in real life
+    call_in_turn(lanes[:1], 2)
+    count = worker.reception._desk._count
+    call_in_turn(lanes[:1], 20)
+    assert worker.reception._desk._count == count
 
 
 # -- judging
@@ -367,7 +393,7 @@ def test_lanes_come_back_to_a_new_host_when_one_has_given_up(worker, monkeypatch
         patch.setattr(worker.reception._desk, "begin_anew", lambda: True)
         patch.setattr(worker.reception._desk, "is_crowded", False)
         call(lanes[0])
-        while not first._is_over:
+        while not first.is_over:
             time.sleep(0.001)
         assert call_in_turn(lanes) == ["own0", "own1", "own2"]
     assert call_in_turn(lanes) == ["host"] * 3

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from telegrad import rpc
+from telegrad.autograd.waves import _call_elsewhere
 from telegrad.testing.cluster import cluster
 
 
@@ -50,3 +51,8 @@ def test_a_served_function_heeds_set_num_threads(seven_threads):
         for back in (sync_back, async_back, remote_back):
             assert rpc.rpc_sync("worker1", back) == 7, back
         assert rpc.rpc_async("worker0", threads_of_this_thread).wait() == 7
+
+
+@pytest.mark.skipif(openmp() is None, reason="this torch does not compute with OpenMP")
+def test_so_does_a_node_that_is_called_on_a_thread_of_its_own(seven_threads):
+    assert _call_elsewhere(lambda: (threads_of_this_thread(),), (), False) == (7,)

@@ -171,8 +171,9 @@ class Reception:
                 if frame is None:
                     frame = lane.receive()  # ends by a request, a loss or interrupt()
                 is_short = False
-                if (desk.last is guest and self._host is None) or not can_move:
-                    desk.serve(guest, frame)  # nobody else is there
+                is_alone = desk.last is guest and not self._has_host()
+                if is_alone or not can_move:
+                    desk.serve(guest, frame)
                 else:
                     is_short = desk.serve_and_judge(guest, frame, is_host=False)
                 del frame  # its tensors must not live until the next request comes
@@ -195,19 +196,23 @@ class Reception:
             if self._host is not None:
                 self._host.close()
 
+    def _has_host(self) -> bool:
+        host = self._host
+        return host is not None and not host.is_over
+
     def _move_in(self, guest: _Guest) -> None:
         """Leaves the lane to the host until that returns it; raises how it ended, if it did."""
-        with self._host_lock:
-            if self._is_closed:
-                return
-            if self._host is None or not self._host.admit(guest):
-                host = _Host(self._desk, self._busy_wait)
-                try:
+        try:
+            with self._host_lock:
+                if self._is_closed:
+                    return
+                if self._host is None or not self._host.admit(guest):
+                    host = _Host(self._desk, self._busy_wait)
+                    host.admit(guest)
                     self._spawn(host.run)
-                except RuntimeError:
-                    return  # no thread to be had: the lane has one
-                self._host = host
-                host.admit(guest)
+                    self._host = host
+        except (OSError, RuntimeError):
+            return  # no descriptor or no thread to be had: the lane has its own
         guest.gate.acquire()
         if guest.error is not None:
             raise guest.error
@@ -222,7 +227,7 @@ class _Host:
         self._epoll = select.epoll()
         self._lock = threading.Lock()  # guards what follows
         self._guests: dict[int, _Guest] = {}  # by descriptor
-        self._is_over = False
+        self.is_over = False
         self._is_closed = False
         self._served: _Guest | None = None
         self._busy_since = 0.0  # when it began to serve; 0 while it looks
@@ -234,10 +239,10 @@ class _Host:
     def admit(self, guest: _Guest) -> bool:
         """Takes over a lane; False if it is too late for that."""
         with self._lock:
-            if self._is_over:
+            if self.is_over:
                 return False
-            self._guests[guest.descriptor] = guest
             self._epoll.register(guest.descriptor, select.EPOLLIN)  # a host that sleeps sees it too
+            self._guests[guest.descriptor] = guest
             return True
 
     def tick(self, now: float) -> None:
@@ -255,9 +260,9 @@ class _Host:
 
     def run(self) -> None:
         try:
-            while not self._is_over:
+            while not self.is_over:
                 for guest in self._wait():
-                    if not self._is_over:  # or else it has its lane back
+                    if not self.is_over:  # or else it has its lane back
                         self._attend(guest)
                 if self._desk.begin_anew():
                     return
@@ -269,7 +274,7 @@ class _Host:
 
     def _end(self) -> None:
         """Returns all lanes but the one that is being served."""
-        self._is_over = True
+        self.is_over = True
         for guest in list(self._guests.values()):
             if guest is not self._served:
                 self._return(guest)
@@ -342,9 +347,9 @@ class _Host:
             with self._lock:
                 self._served = None
                 self._busy_since = 0.0
-                if frame is None and error is None and not self._is_over:
+                if frame is None and error is None and not self.is_over:
                     return
         with self._lock:
             self._awake.remove(guest)
             self._return(guest, frame, error)
-            self._is_over = not self._guests
+            self.is_over = not self._guests
