@@ -389,6 +389,8 @@ class Agent:
             self._begun.add()
         deferred: Future[Any] | None = None
         rider: tuple[Kind, bytes] | None = None
+        for loan in frame.loans:
+            loan.hold()  # the answer may need as much memory as the request, and no more
         try:
             if frame.flags & Flags.RIDER:
                 kind, payload, frame.body = split_rider(frame.body)
@@ -413,6 +415,9 @@ class Agent:
                     self.quick.ran(name_in(frame.body, 0)[0], took)
         except BaseException as error:  # noqa: BLE001 - whatever a function raises is its caller's
             self._answer_failure(source, frame, send, error)
+        finally:
+            for loan in frame.loans:
+                loan.end()
         if rider is not None:  # it has time: whoever waits, waits for the answer
             self._serve_rider(source, *rider)
         if deferred is not None:
@@ -485,7 +490,9 @@ class Agent:
         handler = self._handlers.get(frame.kind)
         if handler is None:
             raise TelegradError(f"this worker does not handle {frame.kind.name} messages")
-        value = handler(source, self._decode(source, frame, frame.body))
+        body = self._decode(source, frame, frame.body)
+        frame.buffers = []
+        value = handler(source, body)
         if isinstance(value, torch._C.Future):
             return None, value  # type: ignore[return-value]
         return value, None

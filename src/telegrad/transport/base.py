@@ -13,15 +13,16 @@ in another thread end in `ConnectionClosed` at once. `accept` ends when the list
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from telegrad.wire.frames import Frame, Kind
+from telegrad.wire.frames import Frame, Kind, Loan
 
 __all__ = [
     "Connection",
     "ConnectionClosed",
     "Listener",
     "MemorySharing",
+    "Placed",
     "Transport",
     "TransportTimeout",
 ]
@@ -35,20 +36,43 @@ class TransportTimeout(Exception):
     """Nothing came within the set time. Never leaves the agent: it becomes an `RpcTimeout`."""
 
 
+class Placed(NamedTuple):
+    """Where a buffer lies in shared memory.
+
+    Attributes:
+        is_handed_back: the segment is the peer's; else it is one's own, and lent.
+        descriptor: to be passed with the message, or -1.
+    """
+
+    segment: int
+    is_handed_back: bool
+    descriptor: int
+
+
 class MemorySharing(Protocol):
     """Memory shared with one peer process: large buffers go through it, not through the socket."""
 
-    def lend(self, data: memoryview) -> tuple[int, int] | None:
-        """Copies `data` in; returns (segment, descriptor to pass or -1), or None: send it."""
+    def lend(self, data: memoryview) -> Placed | None:
+        """Copies `data` in, or says None: send it."""
 
     def abandon(self, segments: Sequence[int]) -> None:
         """The message that these were lent for has not left whole: they are not used again."""
 
+    def in_flight(self, segments: Sequence[int]) -> list[int]:
+        """Which of these have been handed back and not yet been received."""
+
+    def mislay(self, segments: Sequence[int]) -> None:
+        """The peer may never get the message that these were handed back with."""
+
+    def take_back(self, segment: int, length: int) -> Any:
+        """The buffer in one's own segment, which the peer has handed back."""
+
     def learn(self, segment: int, descriptor: int) -> None:
         """The peer has announced a segment of its own."""
 
-    def borrow(self, segment: int, length: int) -> Any:
-        """The buffer in the peer's segment; dropping it gives the segment back."""
+    def borrow(self, segment: int, length: int) -> tuple[Any, Loan]:
+        """The buffer in the peer's segment, and the loan of it. Dropping the buffer gives the
+        segment back, unless somebody holds the loan."""
 
 
 class Connection(Protocol):

@@ -8,6 +8,9 @@ processes die. The first page of a segment holds one byte of state that both sid
 FREE       the owner may fill it again
 LENT       the borrower has tensors on it
 RETIRED    the owner has let go of it; the borrower unmaps it when it next looks
+HANDED     the borrower has filled it, and a message tells the owner so
+KEPT       the owner has tensors on it that came back in it
+LOST       that message may never arrive
 =========  ==================================================================
 
 The owner alone moves FREE → LENT and FREE → RETIRED, and LENT → RETIRED if the message did not
@@ -17,6 +20,14 @@ giving back needs no message and no lock. A borrower that dies takes nothing alo
 the connection end and drops every segment lent to it. A segment is announced in the frame that
 first uses it and used again only after the borrower has freed it, hence has mapped it: no frame can
 name a segment that its reader does not know.
+
+Who serves a request holds on to the segments that it came in (`_Loan.hold`), and once their tensors
+are dead may send what it has to say in them: LENT → HANDED. So the answer to a large message needs
+no further memory. The owner moves HANDED → KEPT when it gets that message, and KEPT → FREE when the
+tensors on it die. If the message does not leave whole, or its connection ends before it was
+received, the borrower moves HANDED → LOST; the owner may still receive it, and retires what has
+been LOST for a while. At every time one side alone writes to a segment, so a state that is
+overwritten in the moment when a connection ends costs no more than the segment.
 """
 
 from __future__ import annotations
@@ -27,12 +38,13 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy
 
 from telegrad.errors import ProtocolError
+from telegrad.transport.base import Placed
 from telegrad.wire.memory import lend, size_class
 
 __all__ = ["SHARE_FROM", "SharedMemory", "is_available", "map_sealed", "sealed_memory"]
@@ -44,7 +56,7 @@ _MOST_SEGMENTS = (
     64  # lent to one peer: each costs both sides a descriptor for as long as it is used
 )
 
-_FREE, _LENT, _RETIRED = 0, 1, 2
+_FREE, _LENT, _RETIRED, _HANDED, _KEPT, _LOST = range(6)
 _DATA = mmap.PAGESIZE  # the state has the first page to itself, data begins page-aligned
 _SEALS = getattr(fcntl, "F_SEAL_SHRINK", 2) | getattr(fcntl, "F_SEAL_GROW", 4)
 
@@ -55,15 +67,25 @@ def is_available() -> bool:
 
 
 class _Segment:
-    __slots__ = ("announced", "data", "descriptor", "freed_at", "mapping", "number", "size")
+    __slots__ = (
+        "announced",
+        "data",
+        "descriptor",
+        "freed_at",
+        "lost_at",
+        "mapping",
+        "number",
+        "size",
+    )
 
     def __init__(self, number: int, size: int) -> None:
         self.number = number
         self.size = size
         self.descriptor, self.mapping = sealed_memory(_DATA + size)
-        self.data = numpy.frombuffer(self.mapping, numpy.uint8, offset=_DATA)
+        self.data = _data_of(self.mapping)
         self.announced = False
         self.freed_at = time.monotonic()
+        self.lost_at: float | None = None  # when it was first seen to be
 
     def retire(self) -> None:
         self.mapping[0] = _RETIRED
@@ -74,6 +96,53 @@ class _Segment:
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
+
+
+class _Loan:
+    """A peer's segment for as long as it is borrowed: by tensors, and by who holds it.
+
+    Args:
+        spares: where it stands while it is held and no tensor needs it.
+    """
+
+    __slots__ = ("_is_held", "_is_unused", "_spares", "_ticket", "mapping", "number")
+
+    def __init__(self, number: int, mapping: mmap.mmap, spares: dict[_Loan, None]) -> None:
+        self.number = number
+        self.mapping = mapping
+        self._spares = spares
+        self._is_held = self._is_unused = False
+        self._ticket = [True]  # whoever takes it, on whichever thread, decides what happens next
+
+    def hold(self) -> None:
+        """Until `end`, it is not given back, and may be handed back instead."""
+        self._is_held = True
+
+    def end(self) -> None:
+        self._is_held = False
+        if self._is_unused:
+            self._spares.pop(self, None)
+            self._give_back()
+
+    def unused(self) -> None:
+        """The last tensor on it has died, maybe in the garbage collector: takes no lock."""
+        self._is_unused = True
+        if self._is_held:
+            self._spares[self] = None
+        if not self._is_held:  # asked last: another thread may just have ended it
+            self._spares.pop(self, None)
+            self._give_back()
+
+    def claim(self) -> bool:
+        """Whether the caller is the one to decide about it."""
+        try:
+            return self._ticket.pop()
+        except IndexError:
+            return False
+
+    def _give_back(self) -> None:
+        if self.claim() and self.mapping[0] == _LENT:  # else its owner has let go of it meanwhile
+            self.mapping[0] = _FREE
 
 
 class SharedMemory:
@@ -90,14 +159,21 @@ class SharedMemory:
         self._lock = threading.Lock()  # guards the two tables below
         self._own: dict[int, _Segment] = {}
         self._theirs: dict[int, mmap.mmap] = {}
+        self._spares: dict[_Loan, None] = {}
         self._count = 0
         self._closed = False
         self._refused = False  # the system has no memory for segments: stop asking
 
-    def lend(self, data: memoryview) -> tuple[int, int] | None:
+    def lend(self, data: memoryview) -> Placed | None:
         length = data.nbytes
         if length < SHARE_FROM:
             return None
+        if self._spares:
+            spare = self._fitting_spare(length)
+            if spare is not None:
+                _copy(data, _data_of(spare.mapping))
+                spare.mapping[0] = _HANDED
+                return Placed(spare.number, True, -1)
         with self._lock:
             segment = self._free_segment(length)
             if segment is None:
@@ -107,19 +183,25 @@ class SharedMemory:
                 segment.close_descriptor()
             descriptor = segment.descriptor
             segment.announced = True
-        # numpy copies without the interpreter lock, and on this core alone: torch would wake its
-        # whole thread team for 1 MB, and on a busy machine wait for the slowest.
-        numpy.copyto(segment.data[:length], numpy.frombuffer(data, numpy.uint8))
-        return segment.number, descriptor
+        _copy(data, segment.data)
+        return Placed(segment.number, False, descriptor)
+
+    def _fitting_spare(self, length: int) -> _Loan | None:
+        """A segment of the peer's that is no longer used here, and is the caller's from now on."""
+        for spare in list(self._spares):
+            if _fits(length, len(spare.mapping) - _DATA) and spare.claim():
+                self._spares.pop(spare, None)
+                if spare.mapping[0] == _LENT:  # else its owner has let go of it meanwhile
+                    return spare
+        return None
 
     def _free_segment(self, length: int) -> _Segment | None:
         if self._closed or self._refused:
             return None
-        wanted = size_class(length)
         best: _Segment | None = None
         for segment in self._own.values():
             if (
-                length <= segment.size <= 2 * wanted
+                _fits(length, segment.size)
                 and segment.mapping[0] == _FREE
                 and (best is None or segment.size < best.size)
             ):
@@ -129,7 +211,7 @@ class SharedMemory:
                 return None
             self._count += 1
             try:
-                best = _Segment(self._count, wanted)
+                best = _Segment(self._count, size_class(length))
             except OSError:
                 # No memory or descriptors for it: the socket still works. Not asked again, so that
                 # a starved machine does not pay for the attempt at every message.
@@ -146,6 +228,31 @@ class SharedMemory:
                 if segment is not None:
                     segment.retire()
 
+    def take_back(self, segment: int, length: int) -> Any:
+        with self._lock:
+            own = self._own.get(segment)
+        if own is None or length > own.size or own.mapping[0] not in (_HANDED, _LOST):
+            raise ProtocolError(f"shared-memory segment {segment} was not lent, or is too small")
+        mapping = own.mapping
+        mapping[0] = _KEPT
+        own.lost_at = None
+        return lend(mapping, _DATA, length, lambda: _free_again(mapping))
+
+    def in_flight(self, segments: Sequence[int]) -> list[int]:
+        with self._lock:
+            return [number for number, _ in self._in_flight(segments)]
+
+    def mislay(self, segments: Sequence[int]) -> None:
+        with self._lock:
+            for _, mapping in self._in_flight(segments):
+                mapping[0] = _LOST
+
+    def _in_flight(self, segments: Sequence[int]) -> Iterator[tuple[int, mmap.mmap]]:
+        for number in segments:
+            mapping = self._theirs.get(number)
+            if mapping is not None and mapping[0] == _HANDED:
+                yield number, mapping
+
     def learn(self, segment: int, descriptor: int) -> None:
         mapping = map_sealed(descriptor)
         if len(mapping) <= _DATA:
@@ -153,12 +260,13 @@ class SharedMemory:
         with self._lock:
             self._theirs[segment] = mapping
 
-    def borrow(self, segment: int, length: int) -> Any:
+    def borrow(self, segment: int, length: int) -> tuple[Any, _Loan]:
         with self._lock:
             mapping = self._theirs.get(segment)
         if mapping is None or length > len(mapping) - _DATA:
             raise ProtocolError(f"shared-memory segment {segment} is not known, or too small")
-        return lend(mapping, _DATA, length, lambda: _give_back(mapping))
+        loan = _Loan(segment, mapping, self._spares)
+        return lend(mapping, _DATA, length, loan.unused), loan
 
     def trim(self, now: float) -> None:
         """Lets go of segments that have been free for a while, or are over the limit."""
@@ -167,11 +275,19 @@ class SharedMemory:
                 if mapping[0] == _RETIRED:
                     del self._theirs[number]
             free = []
-            for segment in self._own.values():
-                if segment.mapping[0] == _FREE:
+            for segment in list(self._own.values()):
+                state = segment.mapping[0]
+                if state == _FREE:
                     free.append(segment)
-                else:
-                    segment.freed_at = now
+                    continue
+                segment.freed_at = now
+                if state != _LOST:
+                    segment.lost_at = None
+                elif segment.lost_at is None:
+                    segment.lost_at = now
+                elif now - segment.lost_at > self._max_age:
+                    segment.retire()
+                    del self._own[segment.number]
             idle = sum(segment.size for segment in free)
             for segment in sorted(free, key=lambda s: s.freed_at):
                 if now - segment.freed_at > self._max_age or idle > self._max_idle:
@@ -191,6 +307,7 @@ class SharedMemory:
                 segment.retire()
             self._own.clear()
             self._theirs.clear()
+            self._spares.clear()
 
 
 def sealed_memory(size: int) -> tuple[int, mmap.mmap]:
@@ -228,6 +345,21 @@ def _map(descriptor: int, size: int) -> mmap.mmap:
     return mmap.mmap(descriptor, size)  # keeps a copy of the descriptor
 
 
-def _give_back(mapping: mmap.mmap) -> None:
-    if mapping[0] == _LENT:  # else its owner has let go of it meanwhile
+def _data_of(mapping: mmap.mmap) -> Any:
+    return numpy.frombuffer(mapping, numpy.uint8, offset=_DATA)
+
+
+def _copy(data: memoryview, into: Any) -> None:
+    # numpy copies without the interpreter lock, and on this core alone: torch would wake its whole
+    # thread team for 1 MB, and on a busy machine wait for the slowest.
+    numpy.copyto(into[: data.nbytes], numpy.frombuffer(data, numpy.uint8))
+
+
+def _fits(length: int, size: int) -> bool:
+    return length <= size <= 2 * size_class(length)
+
+
+def _free_again(mapping: mmap.mmap) -> None:
+    """The owner's last tensor on what was handed back has died."""
+    if mapping[0] in (_KEPT, _LOST):  # else it was retired meanwhile
         mapping[0] = _FREE

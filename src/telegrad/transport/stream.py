@@ -24,7 +24,16 @@ from telegrad.transport.base import ConnectionClosed, MemorySharing, TransportTi
 from telegrad.transport.mailbox import Mailbox
 from telegrad.transport.mailbox import is_available as has_mailboxes
 from telegrad.transport.patience import Patience
-from telegrad.wire.frames import BUFFER, HEADER, Frame, Kind, Limits, pack_header, unpack_header
+from telegrad.wire.frames import (
+    BUFFER,
+    HEADER,
+    Frame,
+    Kind,
+    Limits,
+    Loan,
+    pack_header,
+    unpack_header,
+)
 from telegrad.wire.memory import BufferPool
 
 __all__ = ["POOLED_FROM", "SocketConnection", "is_ready"]
@@ -40,7 +49,9 @@ _FIRST_STEP = 1 << 20  # a body grows as its bytes come: nothing is allocated on
 _ANCILLARY = socket.CMSG_SPACE(_MOST_DESCRIPTORS * array.array("i").itemsize)
 _REST_SECONDS = 100e-6
 _WAKE = pack_header(Kind.WAKE, 0, 0, 0, -1, -1, 0)
-_NEW_SEGMENT = 1  # in a buffer's descriptor: its segment's file descriptor comes with this frame
+# Notes of a buffer:
+_NEW_SEGMENT = 1  # its segment's file descriptor comes with this frame
+_HANDED_BACK = 2  # its segment is the reader's own
 
 
 class SocketConnection:
@@ -63,6 +74,7 @@ class SocketConnection:
         self.reads = 0
         self._timeout: float | None = None
         self._memory: MemorySharing | None = None
+        self._handed_back: list[int] = []  # what the other end may not have received yet
         self._descriptors: collections.deque[int] = collections.deque()
         self._passes_descriptors = sock.family == socket.AF_UNIX
         self._mailbox: Mailbox | None = None
@@ -106,7 +118,10 @@ class SocketConnection:
         streamed: list[memoryview] = []
         announced: list[int] = []
         lent: list[int] = []
+        handed_back: list[int] = []
         memory = self._memory
+        if self._handed_back and memory is not None:
+            self._handed_back = memory.in_flight(self._handed_back)
         for buffer in buffers:
             placed = None
             if memory is not None and len(announced) < _MOST_DESCRIPTORS:
@@ -115,19 +130,25 @@ class SocketConnection:
                 table += BUFFER.pack(buffer.nbytes, 0, 0)
                 streamed.append(buffer)
             else:
-                segment, descriptor = placed
-                lent.append(segment)
-                is_new = descriptor >= 0
-                table += BUFFER.pack(buffer.nbytes, segment, _NEW_SEGMENT if is_new else 0)
-                if is_new:
-                    announced.append(descriptor)
+                note = 0
+                if placed.is_handed_back:
+                    note = _HANDED_BACK
+                    handed_back.append(placed.segment)
+                else:
+                    lent.append(placed.segment)
+                    if placed.descriptor >= 0:
+                        note = _NEW_SEGMENT
+                        announced.append(placed.descriptor)
+                table += BUFFER.pack(buffer.nbytes, placed.segment, note)
         try:
             parts = [header, table, *body, *streamed]
             self._write(parts, announced, sum(len(part) for part in parts))
         except BaseException:
             if memory is not None:
                 memory.abandon(lent)  # whether the peer has learnt of them is not known
+                memory.mislay(handed_back)
             raise
+        self._handed_back += handed_back
 
     def _write(self, parts: list[Any], descriptors: Sequence[int], total: int) -> None:
         try:
@@ -226,6 +247,7 @@ class SocketConnection:
         self._start += HEADER.size
         self._frames_read += 1
         buffers: list[Any] = []
+        loans: list[Loan] = []
         if not buffer_count:
             body = self._take(length)
         else:
@@ -233,7 +255,11 @@ class SocketConnection:
             if sum(entry[0] for entry in table) > self._limits.max_message:
                 raise ProtocolError(f"a message is over {self._limits.max_message} bytes")
             body = self._take(length)
-            buffers += [self._buffer(*entry) for entry in table]
+            for buffer_length, segment, note in table:
+                if segment:
+                    buffers.append(self._shared_buffer(buffer_length, segment, note, loans))
+                else:
+                    buffers.append(self._streamed_buffer(buffer_length))
         if self._start == self._end:
             self._start = self._end = 0
         if kind is Kind.WAKE:
@@ -241,7 +267,7 @@ class SocketConnection:
         if kind is Kind.MAILBOX:
             self._accept_mailbox()
             return None
-        return Frame(kind, flags, call_id, context_id, message_id, body, buffers)
+        return Frame(kind, flags, call_id, context_id, message_id, body, buffers, loans)
 
     def _take_message(self, mailbox: Mailbox) -> bytes | None:
         """The next message, out of the mailbox; None if it comes by the socket."""
@@ -351,15 +377,20 @@ class SocketConnection:
         while ahead < len(target):
             ahead += self._read_rest(target[ahead:])
 
-    def _buffer(self, length: int, segment: int, note: int) -> Any:
-        if segment:
-            if self._memory is None:
-                raise ProtocolError("the peer uses shared memory that was not agreed on")
-            if note & _NEW_SEGMENT:
-                if not self._descriptors:
-                    raise ProtocolError("a shared-memory segment came without its descriptor")
-                self._memory.learn(segment, self._descriptors.popleft())
-            return self._memory.borrow(segment, length)
+    def _shared_buffer(self, length: int, segment: int, note: int, loans: list[Loan]) -> Any:
+        if self._memory is None:
+            raise ProtocolError("the peer uses shared memory that was not agreed on")
+        if note & _HANDED_BACK:
+            return self._memory.take_back(segment, length)
+        if note & _NEW_SEGMENT:
+            if not self._descriptors:
+                raise ProtocolError("a shared-memory segment came without its descriptor")
+            self._memory.learn(segment, self._descriptors.popleft())
+        buffer, loan = self._memory.borrow(segment, length)
+        loans.append(loan)
+        return buffer
+
+    def _streamed_buffer(self, length: int) -> Any:
         try:
             target = self._pool.take(length) if length >= POOLED_FROM else bytearray(length)
         except (OSError, MemoryError):
@@ -480,6 +511,8 @@ class SocketConnection:
         if self._mailbox is not None:
             self._mailbox.close()
             self._mailbox = None
+        if self._memory is not None:
+            self._memory.mislay(self._handed_back)
         self._socket.close()
 
 

@@ -3,7 +3,7 @@
 ::
 
     header   36 bytes, fixed
-    buffers  16 bytes each: length, shared-memory segment (0: the bytes follow on the stream)
+    buffers  16 bytes each: length, shared-memory segment (0: the bytes follow on the stream), note
     body     what the kind of message says; for calls: a call head, then the codec's payload
     stream   the bytes of those buffers that are not in shared memory, in order
 
@@ -15,11 +15,11 @@ nothing on that stream means anything.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from telegrad.errors import ProtocolError
 
@@ -32,6 +32,7 @@ __all__ = [
     "Header",
     "Kind",
     "Limits",
+    "Loan",
     "kind_of",
     "pack_header",
     "pack_rider",
@@ -40,7 +41,7 @@ __all__ = [
     "unpack_header",
 ]
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 MAGIC = 0x4754  # "TG", read as little-endian
 
 HEADER = struct.Struct("<HBBIqqqI")
@@ -150,9 +151,20 @@ Header: TypeAlias = tuple[Kind, int, int, int, int, int, int]
 """Kind, flags, how many buffers, call, context, message, length of the body."""
 
 
+class Loan(Protocol):
+    """Memory of its sender that a message lies in."""
+
+    def hold(self) -> None:
+        """From now on it may carry what is sent back, once no buffer needs it any more."""
+
+    def end(self) -> None:
+        """It may not, from now on; it is given back as soon as no buffer needs it."""
+
+
 @dataclass(slots=True)
 class Frame:
-    """One received message. `buffers` own their memory and give it back when they die."""
+    """One received message. `buffers` own their memory and give it back when they die; of those
+    that lie in the sender's memory, `loans` are what can be held on to."""
 
     kind: Kind
     flags: int
@@ -161,6 +173,7 @@ class Frame:
     message_id: int
     body: bytes
     buffers: list[Any] = field(default_factory=list)
+    loans: Sequence[Loan] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
