@@ -214,7 +214,7 @@ def test_a_result_that_is_only_sent_on_needs_no_engine(cluster, engine, context,
     t, loss, _ = sent_on(cluster, lambda middle: None)
     local_runs = []
     run = waves._run_engine
-    monkeypatch.setattr(waves, "_run_engine", lambda *a: local_runs.append(1) or run(*a))
+    monkeypatch.setattr(waves, "_run_engine", lambda *a, **k: local_runs.append(1) or run(*a, **k))
     engine.backward(context.id, [loss])
     assert engine.get_gradients(context.id)[t].tolist() == [18.0, 36.0]
     assert len(local_runs) == 3  # sum here, square on worker 2, mul on worker 1

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from telegrad.autograd.context import DistAutogradContext
+from telegrad.autograd.local_pass import LocalPass
 from telegrad.autograd.pass_protocol import (
     Credit,
     PassControl,
@@ -16,7 +17,6 @@ from telegrad.autograd.pass_protocol import (
     Reports,
     Standing,
 )
-from telegrad.autograd.waves import LocalPass
 from telegrad.errors import BackwardError
 from telegrad.ids import worker_of
 from telegrad.rpc.conversation import Interruption

@@ -1,0 +1,93 @@
+"""Which leaves nobody watches.
+
+Torch has no way to see whether a leaf's AccumulateGrad node has hooks, other than to register one
+and to look at its neighbours, which takes longer than the hook itself. But every registration of a
+hook, of whatever kind, makes a `RemovableHandle`, and torch counts these. So a leaf that had no
+hooks has none as long as that count stays, whichever node it has by then: its node dies with the
+graphs that lead to it, and a new one begins without.
+
+The count does not tell of hooks that are registered in C++. Only DistributedDataParallel does that;
+its parameters are known otherwise (`leaves`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from telegrad.autograd.leaves import needs_grad_field
+
+__all__ = ["Unwatched", "unwatched"]
+
+
+class _Verdict(weakref.ref[torch.Tensor]):
+    """A leaf, and the count at which it had no hooks."""
+
+    __slots__ = ("count", "key")
+    count: int
+    key: int
+
+
+class Unwatched:
+    """What is known of the leaves of this process. Threads may use it freely."""
+
+    def __init__(self) -> None:
+        self._verdicts: dict[int, _Verdict] = {}
+        self._own = 0  # handles that were made here
+
+    def note_own(self, handles: int) -> None:
+        """So many hooks have been registered that are of no matter to others. To be called after
+        that: an update that is lost between threads makes the count too high, never too low."""
+        self._own += handles
+
+    def includes(self, node: Any) -> bool:
+        """Whether nothing is registered that must see the total gradient of a leaf, whose
+        AccumulateGrad node this is."""
+        return self.include_all((node,))
+
+    def include_all(self, nodes: Iterable[Any]) -> bool:
+        """The same for several."""
+        verdicts, count = self._verdicts, RemovableHandle.next_id - self._own
+        leaves: list[torch.Tensor] = []
+        for node in nodes:
+            leaf = node.variable
+            verdict = verdicts.get(id(leaf))
+            if verdict is None or verdict.count != count or verdict() is not leaf:
+                if self._is_hooked(node, leaf):
+                    return False
+                verdict = _Verdict(leaf, self._forget)
+                verdict.count, verdict.key = count, id(leaf)
+                verdicts[id(leaf)] = verdict
+            leaves.append(leaf)
+        return not torch.distributed.is_initialized() or not any(
+            needs_grad_field(leaf, True) for leaf in leaves
+        )
+
+    def _is_hooked(self, node: Any, leaf: torch.Tensor) -> bool:
+        if leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
+            return True
+        for register in (node.register_hook, node.register_prehook):
+            # Registering is the only way to get at the dictionary of hooks.
+            handle = register(_nothing)
+            self.note_own(1)
+            hooks = handle.hooks_dict_ref()
+            handle.remove()
+            if hooks:
+                return True
+        return False
+
+    def _forget(self, verdict: weakref.ref[torch.Tensor]) -> None:
+        assert isinstance(verdict, _Verdict)
+        if self._verdicts.get(verdict.key) is verdict:
+            del self._verdicts[verdict.key]
+
+
+def _nothing(*grads: Any) -> None:
+    return None
+
+
+unwatched = Unwatched()
