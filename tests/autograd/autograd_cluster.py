@@ -195,6 +195,8 @@ class Cluster:
         ]
         message = self.engines[source].record_send(context_id, to, [values[i] for i in chosen])
         moved = list(copied(tuple(values)))
+        if message % 2:  # agents do so when a call has been answered; that it helps must not matter
+            self.engines[source].foresee(context_id, message)
         received = self.engines[to].record_receive(
             context_id, message, source, [moved[i] for i in chosen]
         )

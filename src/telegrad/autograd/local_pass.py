@@ -18,7 +18,14 @@ from telegrad.autograd.leaves import add, adopt
 from telegrad.autograd.nodes import AccumulateGrad, Received, RecvNode, SendFunction, is_watched
 from telegrad.autograd.pass_protocol import Standing
 from telegrad.autograd.unwatched import unwatched
-from telegrad.autograd.walks import Graph, messages_behind, successors, walk
+from telegrad.autograd.walks import (
+    Graph,
+    graph_behind,
+    look_ahead,
+    messages_behind,
+    successors,
+    walk,
+)
 from telegrad.autograd.waves import (
     NO_BOUNDARY,
     Entering,
@@ -50,7 +57,7 @@ class LocalPass:
         self._frontier: Frontier[int, Any] | None = None
         self._arrived: list[int] = []
         self._below: set[Any] = set()
-        self._saved_walk: tuple[int, Graph] | None = None
+        self._sole: int | None = None  # the message whose gradients are all that has entered
         self._freedom: dict[Any, bool] = {}
         self._entering: Entering = {}
         self.lent: dict[torch.Tensor, torch.Tensor] = {}
@@ -64,6 +71,7 @@ class LocalPass:
         return Standing.OPEN if self._awaited or self._arrived else Standing.CLOSED
 
     def enter_roots(self, roots: Sequence[torch.Tensor]) -> None:
+        self._sole = None
         for root in roots:
             self.enter(root.grad_fn, root.output_nr, torch.ones_like(root))
 
@@ -75,6 +83,7 @@ class LocalPass:
             KeyError: this worker never sent such a message.
         """
         sent = self.sends[message_id]
+        self._sole = None if self._entering else message_id
         for (node, number), gradient in zip(sent.next_functions, gradients, strict=True):
             if gradient is not None and node is not None:
                 self.enter(node, number, gradient)
@@ -89,7 +98,11 @@ class LocalPass:
         Another thread may be running this pass meanwhile."""
         awaited = tuple(self._awaited)
         if len(awaited) == 1:
-            for node, _ in self.sends[awaited[0]].next_functions:
+            sent = self.sends[awaited[0]]
+            if not sent.is_of_leaves:
+                look_ahead(sent)
+                return
+            for node, _ in sent.next_functions:
                 self._is_free(node)
 
     def _is_free(self, node: Any) -> bool:
@@ -192,22 +205,22 @@ class LocalPass:
     def _graph_of_unblocked(self) -> Graph | None:
         """The graph behind all that has entered, if nothing that is awaited can block any of it.
 
-        That is plain if nothing is awaited. For one awaited send, two walks tell, and the second is
-        saved for when it arrives. For more, counting (`Frontier`) is cheaper.
+        That is plain if nothing is awaited. For one awaited send, two walks tell, of which the
+        second is saved for when it arrives. For more, counting (`Frontier`) is cheaper.
         """
+        entered: Graph
+        if self._sole is not None:  # there may be more behind it than what was given a gradient
+            entered = graph_behind(self.sends[self._sole])
+        else:
+            entered = walk(self._entering)
         if not self._awaited:
-            if self._saved_walk is not None and self._arrived == [self._saved_walk[0]]:
-                return self._saved_walk[1]
-            return walk(self._entering)
+            return entered
         (last,) = self._awaited
-        entered = walk(self._entering)
         if not entered.leaves and self.sends[last].is_of_leaves:
             return entered
-        awaited = walk(self.sends[last].next_functions)
-        for node in entered.nodes & awaited.nodes:
+        for node in entered.nodes & graph_behind(self.sends[last]).nodes:
             if not self._is_free(node):
                 return None
-        self._saved_walk = (last, awaited)
         return entered
 
     def _hold_leaves_below(

@@ -23,12 +23,15 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from telegrad.autograd.thread_state import peek, stash
 from telegrad.errors import BackwardError
+
+if TYPE_CHECKING:
+    from telegrad.autograd.walks import Graph
 
 __all__ = [
     "AccumulateGrad",
@@ -107,13 +110,15 @@ class SendFunction:
         tensors: they all require grad. Of those with a history only that is kept.
     """
 
-    __slots__ = ("_edges", "_grads", "_kept", "_targets", "is_of_leaves", "is_spent", "to")
+    __slots__ = ("_edges", "_grads", "_kept", "_targets", "graph", "is_of_leaves", "is_spent", "to")
 
     def __init__(self, tensors: Sequence[torch.Tensor], to: int) -> None:
         self.to = to
         self.is_of_leaves = True
         self.is_spent = False
         """It has run in a pass that freed its graph: no later pass needs to wait for it."""
+        self.graph: Graph | None = None
+        """What lies behind it, once somebody has looked."""
         self._targets: list[torch.Tensor | tuple[Any, int]] = []
         for tensor in tensors:
             node = tensor.grad_fn

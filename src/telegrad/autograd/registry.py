@@ -27,6 +27,7 @@ from telegrad.autograd.context_lifetime import (
 )
 from telegrad.autograd.gathered import Gathered, ids_in
 from telegrad.autograd.nodes import SendFunction, recv_history
+from telegrad.autograd.walks import look_ahead
 from telegrad.errors import ContextError
 from telegrad.ids import WorkerCounter
 from telegrad.rpc.seams import NO_CONTEXT, Messenger, Timer
@@ -183,6 +184,12 @@ class ContextRegistry:
         if context is not None and tensors:
             context.sends[message_id] = SendFunction(tensors, to)
         return message_id
+
+    def foresee(self, context_id: int, message_id: int) -> None:
+        context = self._contexts.get(context_id)
+        sent = None if context is None else context.sends.get(message_id)
+        if sent is not None and not sent.is_of_leaves:
+            look_ahead(sent)
 
     def record_receive(
         self, context_id: int, message_id: int, source: int, tensors: Sequence[torch.Tensor]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from telegrad.autograd.nodes import AccumulateGrad, RecvNode
+from telegrad.autograd.nodes import AccumulateGrad, RecvNode, SendFunction
 
-__all__ = ["Graph", "messages_behind", "successors", "walk"]
+__all__ = ["Graph", "graph_behind", "look_ahead", "messages_behind", "successors", "walk"]
+
+_SOON = 128  # nodes: a walk of that many takes as long as a short call
 
 
 class Graph(NamedTuple):
@@ -29,8 +32,8 @@ def successors(node: Any) -> list[Any]:
     return [edge[0] for edge in node.next_functions if edge[0] is not None]
 
 
-def walk(entries: Iterable[Sequence[Any]]) -> Graph:
-    """The graph that edges lead to."""
+def walk(entries: Iterable[Sequence[Any]], most: int = sys.maxsize) -> Graph:
+    """The graph that edges lead to; a part of it if it has so many nodes or more."""
     seen: set[Any] = set()
     leaves: list[Any] = []
     recvs: list[Any] = []
@@ -48,6 +51,8 @@ def walk(entries: Iterable[Sequence[Any]]) -> Graph:
                 if kind is RecvNode:
                     recvs.append(node)
                     break
+                if len(seen) >= most:
+                    return Graph(seen, leaves, recvs)
                 edges = node.next_functions
                 if len(edges) == 1 or (len(edges) == 2 and edges[1][0] is None):
                     node = edges[0][0]  # on along a chain, as most nodes are in one
@@ -55,6 +60,21 @@ def walk(entries: Iterable[Sequence[Any]]) -> Graph:
                     push(edges)
                     break
     return Graph(seen, leaves, recvs)
+
+
+def graph_behind(sent: SendFunction) -> Graph:
+    """What the gradients of a message run through."""
+    if sent.graph is None:
+        sent.graph = walk(sent.next_functions)
+    return sent.graph
+
+
+def look_ahead(sent: SendFunction) -> None:
+    """There is time: finds out what gradients will run through, if that does not take long."""
+    if sent.graph is None:
+        graph = walk(sent.next_functions, _SOON)
+        if len(graph.nodes) < _SOON:
+            sent.graph = graph
 
 
 def messages_behind(entries: Iterable[Sequence[Any]]) -> set[int]:

@@ -556,7 +556,9 @@ class Agent:
                 encoded.buffers,
             )
         except (ConnectionClosed, TransportTimeout):
-            pass  # the caller gave up, left or died: nobody waits for this
+            return  # the caller gave up, left or died: nobody waits for this
+        if message != -1 and self.recorder is not None:
+            self.recorder.foresee(frame.context_id, message)
 
     def _answer_failure(self, source: int, frame: Frame, send: Send, error: BaseException) -> None:
         if frame.flags & Flags.NO_ANSWER:

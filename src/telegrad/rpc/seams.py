@@ -129,6 +129,11 @@ class Recorder(Protocol):
             the message's autograd id, which travels with it.
         """
 
+    def foresee(self, context_id: int, message_id: int) -> None:
+        """An answer has left, and whoever gets it is busy with it: there is time to find out what
+        will have to be known when its gradients come. It should not take longer than a short
+        call."""
+
     def record_receive(
         self, context_id: int, message_id: int, source: int, tensors: Sequence[torch.Tensor]
     ) -> Sequence[torch.Tensor]:
