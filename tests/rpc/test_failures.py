@@ -116,7 +116,7 @@ def wait_for_calls(worker, count):
 
 
 def count_running():
-    begun, ended = rpc.current.current().agent.work_counts()
+    begun, ended = rpc.current.current().agent.service.work_counts()
     return begun - ended
 
 

@@ -7,7 +7,7 @@ extensions that each worker gets, the recorder that an agent asks about every me
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 from telegrad import autograd
 from telegrad.autograd.engine import AutogradEngine
@@ -34,7 +34,7 @@ class _Attached:
     def __init__(self, agent: Agent) -> None:
         wait_at_exit()
         self.engine = AutogradEngine(agent, first_id=first_of_this_life())
-        agent.recorder = self.engine
+        agent.service.recorder = self.engine
 
     def close(self) -> None:
         self.engine.close()
@@ -42,8 +42,10 @@ class _Attached:
 
 def _engine_here() -> AutogradEngine | None:
     worker = current.acting()
-    # Asked for at every step: the agent's recorder is the engine, set above.
-    return None if worker is None else cast("AutogradEngine | None", worker.agent.recorder)
+    if worker is None:
+        return None
+    engine: Any = worker.agent.service.recorder  # set above
+    return engine  # type: ignore[no-any-return]
 
 
 def _backward_from(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:

@@ -41,7 +41,7 @@ class AsyncCall(PendingCall):
         except Exception as error:  # noqa: BLE001 - whatever it is, it is the caller's
             self.settle_error(error)
             return
-        recorder = self._agent.recorder
+        recorder = self._agent.service.recorder
         if self._context == NO_CONTEXT or recorder is None:
             self.future.set_result(value)
         else:

@@ -94,8 +94,8 @@ class RemoteReferences:
         )
         self.table.start()
         agent.handle(Kind.RREF_FETCH, self._on_fetch)
-        agent.handle_frame(Kind.REMOTE, self._on_remote, REMOTE_HEAD.size)
-        agent.admit = self._admit
+        agent.service.handle_frame(Kind.REMOTE, self._on_remote, REMOTE_HEAD.size)
+        agent.service.admit = self._admit
 
     def _reduce(self, rref: RRef[Any], destination: int) -> Any:
         rebuild, (fields,) = self.table.reduce(rref, destination)
@@ -203,33 +203,34 @@ class RemoteReferences:
         return value
 
     def _on_remote(self, source: int, frame: Frame, send: Send) -> None:
+        service = self._agent.service
         *ids, answers_when_done = REMOTE_HEAD.unpack_from(frame.body)
         entry = self.table.owner_created(RRefId(*ids[:2]), ForkId(*ids[2:]), source)
         name, _ = name_in(frame.body, REMOTE_HEAD.size)
         is_method = name in _METHOD_CALLS
         if answers_when_done:
-            entry.add_done_callback(lambda _: self._agent.answer(source, frame, send, None))
+            entry.add_done_callback(lambda _: service.answer(source, frame, send, None))
         elif not is_method:
-            self._agent.answer(source, frame, send, None)
+            service.answer(source, frame, send, None)
         begun = time.perf_counter()
         try:
-            with self._agent.context_of(frame):
+            with service.context_of(frame):
                 try:
-                    func, args, kwargs = self._agent.unpack_call(source, frame, REMOTE_HEAD.size)
+                    func, args, kwargs = service.unpack_call(source, frame, REMOTE_HEAD.size)
                     if is_method:
                         args = (self.table.entry(args[0]), *args[1:])
                 finally:
                     if is_method and not answers_when_done:
-                        self._agent.answer(source, frame, send, None)
+                        service.answer(source, frame, send, None)
                 frame.buffers = []
                 value = func(*args, **kwargs)
-                self._agent.quick.ran(name, time.perf_counter() - begun)
+                service.quick.ran(name, time.perf_counter() - begun)
                 if hasattr(func, "_wrapped_async_rpc_function"):
                     checked_future(func, value).add_done_callback(partial(_fill, entry))
                     return
         except BaseException as error:  # noqa: BLE001 - kept in the reference for its users
-            if self._agent.on_failure is not None:
-                self._agent.on_failure(error)
+            if service.on_failure is not None:
+                service.on_failure(error)
             entry.set_error(_as_exception(error))
             return
         entry.set_value(value)

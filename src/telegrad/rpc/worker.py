@@ -182,7 +182,7 @@ class Worker:
         return [found[worker] for worker in sorted(found)]
 
     def _activity(self) -> tuple[int, int, int]:
-        begun, ended = self.agent.work_counts()
+        begun, ended = self.agent.service.work_counts()
         return begun, ended, self.agent.pending_calls()
 
     def _wait_until_idle(self, deadline: float) -> None:

@@ -103,7 +103,7 @@ class TensorPipeAgent(RpcAgent):
 
     def get_debug_info(self) -> dict[str, str]:
         agent = self._worker.agent
-        begun, ended = agent.work_counts()
+        begun, ended = agent.service.work_counts()
         info = {
             "agent.thread_pool_size": str(agent.options.num_worker_threads),
             "agent.num_idle_threads": str(agent.network.work.idle_threads),
