@@ -405,7 +405,7 @@ def test_a_connection_remembers_only_what_is_on_its_way(pair):
         buffers.clear()
         answered(pair, b"a" * LARGE)
         loan.end()
-    assert len(pair.ends[1]._handed_back) == 1
+    assert len(pair.ends[1]._shared._handed_back) == 1
     pair.ends[1].close()
     assert states(pair.lender) == [shm._FREE]  # it has been received
 

@@ -9,7 +9,6 @@ Timeouts are the kernel's (`SO_RCVTIMEO`): Python's own would add a `poll` befor
 from __future__ import annotations
 
 import array
-import collections
 import functools
 import os
 import select
@@ -24,6 +23,7 @@ from telegrad.transport.base import ConnectionClosed, MemorySharing, TransportTi
 from telegrad.transport.mailbox import Mailbox
 from telegrad.transport.mailbox import is_available as has_mailboxes
 from telegrad.transport.patience import Patience
+from telegrad.transport.shared_buffers import ANCILLARY, Placement, SharedBuffers
 from telegrad.wire.frames import (
     BUFFER,
     HEADER,
@@ -44,14 +44,9 @@ POOLED_FROM = 1 << 16
 _READ_AHEAD = 1 << 16
 _JOINED_UP_TO = 1 << 12  # bytes that are copied together rather than gathered by the kernel
 _MOST_PARTS = 512  # of one gather-write; IOV_MAX is 1024
-_MOST_DESCRIPTORS = 64  # in one message; the kernel's limit is 253
 _FIRST_STEP = 1 << 20  # a body grows as its bytes come: nothing is allocated on a header's word
-_ANCILLARY = socket.CMSG_SPACE(_MOST_DESCRIPTORS * array.array("i").itemsize)
 _REST_SECONDS = 100e-6
 _WAKE = pack_header(Kind.WAKE, 0, 0, 0, -1, -1, 0)
-# Notes of a buffer:
-_NEW_SEGMENT = 1  # its segment's file descriptor comes with this frame
-_HANDED_BACK = 2  # its segment is the reader's own
 
 
 class SocketConnection:
@@ -73,9 +68,7 @@ class SocketConnection:
         self._end = 0
         self.reads = 0
         self._timeout: float | None = None
-        self._memory: MemorySharing | None = None
-        self._handed_back: list[int] = []  # what the other end may not have received yet
-        self._descriptors: collections.deque[int] = collections.deque()
+        self._shared: SharedBuffers | None = None
         self._passes_descriptors = sock.family == socket.AF_UNIX
         self._mailbox: Mailbox | None = None
         self._frames_sent = self._frames_read = 0  # by the socket, since there is a mailbox
@@ -114,41 +107,22 @@ class SocketConnection:
                 self._write([header, *body], (), total)
             return
         self._frames_sent += 1
-        table = bytearray()
-        streamed: list[memoryview] = []
-        announced: list[int] = []
-        lent: list[int] = []
-        handed_back: list[int] = []
-        memory = self._memory
-        if self._handed_back and memory is not None:
-            self._handed_back = memory.in_flight(self._handed_back)
-        for buffer in buffers:
-            placed = None
-            if memory is not None and len(announced) < _MOST_DESCRIPTORS:
-                placed = memory.lend(buffer)
-            if placed is None:
-                table += BUFFER.pack(buffer.nbytes, 0, 0)
-                streamed.append(buffer)
-            else:
-                note = 0
-                if placed.is_handed_back:
-                    note = _HANDED_BACK
-                    handed_back.append(placed.segment)
-                else:
-                    lent.append(placed.segment)
-                    if placed.descriptor >= 0:
-                        note = _NEW_SEGMENT
-                        announced.append(placed.descriptor)
-                table += BUFFER.pack(buffer.nbytes, placed.segment, note)
+        shared = self._shared
+        if shared is None:
+            placement = Placement()
+            for buffer in buffers:
+                placement.stream(buffer)
+        else:
+            placement = shared.place(buffers)
         try:
-            parts = [header, table, *body, *streamed]
-            self._write(parts, announced, sum(len(part) for part in parts))
+            parts = [header, placement.table, *body, *placement.streamed]
+            self._write(parts, placement.descriptors, sum(len(part) for part in parts))
         except BaseException:
-            if memory is not None:
-                memory.abandon(lent)  # whether the peer has learnt of them is not known
-                memory.mislay(handed_back)
+            if shared is not None:
+                shared.not_sent(placement)
             raise
-        self._handed_back += handed_back
+        if shared is not None:
+            shared.sent(placement)
 
     def _write(self, parts: list[Any], descriptors: Sequence[int], total: int) -> None:
         try:
@@ -256,10 +230,12 @@ class SocketConnection:
                 raise ProtocolError(f"a message is over {self._limits.max_message} bytes")
             body = self._take(length)
             for buffer_length, segment, note in table:
-                if segment:
-                    buffers.append(self._shared_buffer(buffer_length, segment, note, loans))
-                else:
+                if not segment:
                     buffers.append(self._streamed_buffer(buffer_length))
+                elif self._shared is not None:
+                    buffers.append(self._shared.received(buffer_length, segment, note, loans))
+                else:
+                    raise ProtocolError("the peer uses shared memory that was not agreed on")
         if self._start == self._end:
             self._start = self._end = 0
         if kind is Kind.WAKE:
@@ -298,7 +274,7 @@ class SocketConnection:
         return Frame(kind, flags, call_id, context_id, message_id, message[HEADER.size :], [])
 
     def open_mailbox(self) -> None:
-        if self._memory is None or not self._patience.is_on or not has_mailboxes():
+        if self._shared is None or not self._patience.is_on or not has_mailboxes():
             return
         try:
             made, descriptor = Mailbox.make()
@@ -316,9 +292,9 @@ class SocketConnection:
         self._mailbox = made
 
     def _accept_mailbox(self) -> None:
-        if self._memory is None or self._mailbox is not None or not self._descriptors:
+        if self._shared is None or self._mailbox is not None:
             raise ProtocolError("a mailbox came that was not agreed on")
-        self._mailbox = Mailbox.open(self._descriptors.popleft())
+        self._mailbox = Mailbox.open(self._shared.next_descriptor("a mailbox"))
         self._frames_sent = self._frames_read = 0
 
     def poll(self) -> bool:
@@ -377,19 +353,6 @@ class SocketConnection:
         while ahead < len(target):
             ahead += self._read_rest(target[ahead:])
 
-    def _shared_buffer(self, length: int, segment: int, note: int, loans: list[Loan]) -> Any:
-        if self._memory is None:
-            raise ProtocolError("the peer uses shared memory that was not agreed on")
-        if note & _HANDED_BACK:
-            return self._memory.take_back(segment, length)
-        if note & _NEW_SEGMENT:
-            if not self._descriptors:
-                raise ProtocolError("a shared-memory segment came without its descriptor")
-            self._memory.learn(segment, self._descriptors.popleft())
-        buffer, loan = self._memory.borrow(segment, length)
-        loans.append(loan)
-        return buffer
-
     def _streamed_buffer(self, length: int) -> Any:
         try:
             target = self._pool.take(length) if length >= POOLED_FROM else bytearray(length)
@@ -400,10 +363,10 @@ class SocketConnection:
 
     def _read_into(self, target: memoryview) -> int:
         try:
-            if self._memory is not None:
-                count, ancillary, _, _ = self._socket.recvmsg_into([target], _ANCILLARY)
+            if self._shared is not None:
+                count, ancillary, _, _ = self._socket.recvmsg_into([target], ANCILLARY)
                 if ancillary:
-                    self._keep_descriptors(ancillary)
+                    self._shared.keep_descriptors(ancillary)
             else:
                 count = self._socket.recv_into(target)
         except BlockingIOError:
@@ -431,12 +394,12 @@ class SocketConnection:
     def _try_read(self, target: memoryview) -> int:
         """Reads without waiting; 0 if nothing is there, -1 if it has ended: the next read tells."""
         try:
-            if self._memory is not None:
+            if self._shared is not None:
                 count, ancillary, _, _ = self._socket.recvmsg_into(
-                    [target], _ANCILLARY, socket.MSG_DONTWAIT
+                    [target], ANCILLARY, socket.MSG_DONTWAIT
                 )
                 if ancillary:
-                    self._keep_descriptors(ancillary)
+                    self._shared.keep_descriptors(ancillary)
             else:
                 count = self._socket.recv_into(target, 0, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -460,13 +423,6 @@ class SocketConnection:
             if not self._patience.look(self._is_anything_there) and mailbox.fall_asleep():
                 return False
         return True
-
-    def _keep_descriptors(self, ancillary: list[tuple[int, int, bytes]]) -> None:
-        for level, kind, data in ancillary:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                descriptors = array.array("i")
-                descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
-                self._descriptors.extend(descriptors)
 
     # -- bytes outside of frames: the handshake
 
@@ -497,7 +453,7 @@ class SocketConnection:
 
     def share_memory(self, memory: MemorySharing) -> None:
         if self._passes_descriptors:
-            self._memory = memory
+            self._shared = SharedBuffers(memory)
 
     def interrupt(self) -> None:
         try:
@@ -506,13 +462,11 @@ class SocketConnection:
             pass  # it has ended already, which is what was wanted
 
     def close(self) -> None:
-        while self._descriptors:
-            os.close(self._descriptors.popleft())
         if self._mailbox is not None:
             self._mailbox.close()
             self._mailbox = None
-        if self._memory is not None:
-            self._memory.mislay(self._handed_back)
+        if self._shared is not None:
+            self._shared.close()
         self._socket.close()
 
 
