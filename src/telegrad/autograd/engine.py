@@ -12,7 +12,7 @@ a wave failed anywhere, when a worker of the context is lost, or when the contex
 a profiler watches its thread it also runs the later waves of this worker there, where the profiler
 sees them.
 
-How a pass fails is told in `failures`.
+How a pass ends well is told in `completion`, how it fails in `failures`.
 """
 
 from __future__ import annotations
@@ -23,26 +23,19 @@ from typing import Any, TypeAlias
 
 import torch
 
+from telegrad.autograd.completion import Completion
 from telegrad.autograd.context import DistAutogradContext
 from telegrad.autograd.failures import Failure, PassFailures
-from telegrad.autograd.pass_messages import CreditMessage, GradientMessage
+from telegrad.autograd.pass_messages import GradientMessage
 from telegrad.autograd.pass_protocol import (
-    AskReachability,
-    Complete,
     Credit,
-    Effect,
-    EndPass,
     PassControl,
-    Reports,
     Standing,
-    StrikeOff,
 )
 from telegrad.autograd.passes import (
     Arrival,
     LivePass,
     check_roots,
-    pack_credit,
-    unpack_credit,
 )
 from telegrad.autograd.registry import ContextRegistry
 from telegrad.autograd.waves import Outgoing
@@ -83,13 +76,16 @@ class AutogradEngine(ContextRegistry):
         super().__init__(worker_id, messenger, self._failures.context_freed, first_id)
         self.worker_id = worker_id
         self._pass_ids = WorkerCounter(worker_id, first_id)
+        self._completion = Completion(
+            worker_id, messenger, self, self._failures, self._live_pass, self._bring
+        )
         self._handlers: dict[Kind, Callable[[int, Any], Any]] = {
             Kind.GRADIENTS: self._gradients_arrived,
-            Kind.PASS_ANSWER: self._credit_returned,
-            Kind.PASS_GATHER: self._reachability_asked,
-            Kind.PASS_REACHABILITY: self._reachability_told,
-            Kind.PASS_STRIKE: self._struck_off,
-            Kind.PASS_END: self._pass_ended,
+            Kind.PASS_ANSWER: self._completion.credit_returned,
+            Kind.PASS_GATHER: self._completion.reachability_asked,
+            Kind.PASS_REACHABILITY: self._completion.reachability_told,
+            Kind.PASS_STRIKE: self._completion.struck_off,
+            Kind.PASS_END: self._completion.pass_ended,
             Kind.PASS_ABORT: self._failures.told,
         }
         if messenger is not None:
@@ -256,7 +252,7 @@ class AutogradEngine(ContextRegistry):
         if len(outgoing) < 2:
             credit, reports = live.share.give_up(standing)
             if not outgoing:
-                self._return_credit(live, credit, reports)
+                self._completion.return_credit(live, credit, reports)
                 return None
             packed.append(self._pack(live, outgoing[0], credit, reports))
         else:
@@ -425,111 +421,6 @@ class AutogradEngine(ContextRegistry):
                     create_graph=create_graph,
                 )
             return live
-
-    # Completion and resolution
-
-    def _return_credit(self, live: LivePass, credit: Credit, reports: Reports) -> None:
-        if live.control is not None:
-            with live.context.lock:
-                effects = live.control.credit_returned(credit, reports)
-            self._carry_out_pass(live, effects)
-            return
-        message = CreditMessage(live.context.id, live.id, credit, reports)
-        self._tell(live.initiator, Kind.PASS_ANSWER, message.pack())
-
-    def _credit_returned(self, source: int, body: bytes) -> None:
-        message = CreditMessage.unpack(body)
-        live = self._own_pass(message.context_id, message.pass_id)
-        if live is not None and live.control is not None:
-            with live.context.lock:
-                effects = live.control.credit_returned(message.credit, message.reports)
-            self._carry_out_pass(live, effects)
-
-    def _reachability_asked(self, source: int, body: Any) -> None:
-        context_id, pass_id, (retain, create) = body
-        live = self._live_pass(context_id, pass_id, retain, create)
-        if live is not None:
-            waiting, sends = self._reachability(live)
-            self._tell(source, Kind.PASS_REACHABILITY, (context_id, pass_id, waiting, sends))
-
-    def _reachability(self, live: LivePass) -> tuple[set[int], dict[int, set[int]]]:
-        live.is_kept = True  # nothing of a quiet pass runs, so nothing else looks at it now
-        return live.local.reachability()
-
-    def _reachability_told(self, source: int, body: Any) -> None:
-        context_id, pass_id, waiting, sends = body
-        live = self._own_pass(context_id, pass_id)
-        if live is not None and live.control is not None:
-            with live.context.lock:
-                effects = live.control.reachability_told(source, waiting, sends)
-            self._carry_out_pass(live, effects)
-
-    def _struck_off(self, source: int, body: Any) -> None:
-        context_id, pass_id, (retain, create), keep, credit = body
-        live = self._live_pass(context_id, pass_id, retain, create)
-        if live is not None:
-            self._bring(
-                live.context, Arrival(live, unpack_credit(credit), {}, live=frozenset(keep))
-            )
-
-    def _pass_ended(self, source: int, body: Any) -> None:
-        context_id, pass_id = body
-        context = self.find(context_id)
-        if context is not None:
-            with context.lock:
-                context.passes.pop(pass_id, None)
-
-    def _own_pass(self, context_id: int, pass_id: int) -> LivePass | None:
-        context = self.find(context_id)
-        return None if context is None else context.passes.get(pass_id)
-
-    def _carry_out_pass(self, live: LivePass, effects: Sequence[Effect]) -> None:
-        context = live.context
-        for effect in effects:
-            if isinstance(effect, Complete):
-                live.finish(None)
-            elif isinstance(effect, EndPass):
-                if effect.worker != self.worker_id:
-                    self._tell(effect.worker, Kind.PASS_END, (context.id, live.id))
-            elif isinstance(effect, AskReachability):
-                if effect.worker == self.worker_id:
-                    self._reachability_told(
-                        self.worker_id,
-                        (context.id, live.id, *self._reachability(live)),
-                    )
-                else:
-                    flags = (live.retain_graph, live.create_graph)
-                    if not self._tell(
-                        effect.worker, Kind.PASS_GATHER, (context.id, live.id, flags)
-                    ):
-                        return
-            elif isinstance(effect, StrikeOff):
-                body = (
-                    context.id,
-                    live.id,
-                    (live.retain_graph, live.create_graph),
-                    tuple(effect.live),
-                    pack_credit(effect.credit),
-                )
-                if effect.worker == self.worker_id:
-                    self._struck_off(self.worker_id, body)
-                elif not self._tell(effect.worker, Kind.PASS_STRIKE, body):
-                    return
-
-    # Messages
-
-    def _tell(self, worker: int, kind: Kind, body: Any) -> bool:
-        """Posts to a worker of the pass; its loss is a matter for `PassFailures` and the return
-        value says whether it went out."""
-        try:
-            self._messenger_or_fail().post(worker, kind, body)
-        except WorkerLost as error:
-            context = self.find(body[0])
-            live = None if context is None else context.passes.get(body[1])
-            if live is not None and kind is not Kind.PASS_END:
-                self._failures.fail(live, Failure.raised(worker, error))
-            return False
-        return True
 
     def _messenger_or_fail(self) -> Messenger:
         if self._messenger is None:
