@@ -2,63 +2,32 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import gc
 import mmap
 import os
-import random
 import socket
-import sys
-import threading
 import time
 from multiprocessing.reduction import DupFd
 
 import pytest
+from memory_pair import LARGE, borrowing, descriptors, segment_descriptor, sharing
 
 from telegrad.errors import ProtocolError
 from telegrad.testing.cluster import processes
-from telegrad.testing.transport_contract import Background, joined
+from telegrad.testing.transport_contract import Background
 from telegrad.transport import shm
 from telegrad.transport.base import TransportTimeout
 from telegrad.transport.shm import SHARE_FROM, SharedMemory
-from telegrad.transport.sockets import UnixTransport
 from telegrad.transport.stream import SocketConnection
 from telegrad.wire.frames import Kind, Limits
 from telegrad.wire.memory import BufferPool
 
-LARGE = 1 << 20
-
-
-class Pair:
-    """Two ends of a Unix connection that share memory."""
-
-    def __init__(self, ends):
-        self.ends = ends
-        self.memories = SharedMemory(), SharedMemory()
-        for end, memory in zip(self.ends, self.memories, strict=True):
-            end.share_memory(memory)
-
-    @property
-    def lender(self):
-        return self.memories[0]
-
-    @property
-    def borrower(self):
-        return self.memories[1]
-
-    def send(self, content, copies=1):
-        self.ends[0].send(Kind.CALL, buffers=[memoryview(content)] * copies)
-        return self.ends[1].receive().buffers
-
 
 @pytest.fixture
 def pair():
-    with joined(UnixTransport(BufferPool(), Limits())) as ends:
-        made = Pair(ends)
+    with sharing() as made:
         yield made
-        for memory in made.memories:
-            memory.close()
 
 
 def test_a_segment_is_used_again_when_its_buffer_has_died(pair):
@@ -192,10 +161,6 @@ def test_closing_gives_every_descriptor_back(pair):
     assert descriptors() == before
 
 
-def descriptors():
-    return set(os.listdir("/proc/self/fd"))
-
-
 def test_segments_of_a_message_that_did_not_leave_are_not_used_again(pair):
     """The peer may never have heard of them: naming one would break the protocol."""
     sender, receiver = pair.ends
@@ -241,275 +206,7 @@ def test_strangers_descriptors_are_not_taken():
         connection.close()
 
 
-# -- answers in the segment of the request
-
-
-def request(pair, content):
-    """A request that is being served: its buffer and its loan, held."""
-    pair.ends[0].send(Kind.CALL, buffers=[memoryview(content)])
-    frame = pair.ends[1].receive()
-    (loan,) = frame.loans
-    loan.hold()
-    return frame.buffers, loan
-
-
-def answer(pair, content):
-    pair.ends[1].send(Kind.REPLY, buffers=[memoryview(content)])
-
-
-def answered(pair, content):
-    answer(pair, content)
-    return pair.ends[0].receive().buffers
-
-
-def states(memory):
-    return [segment.mapping[0] for segment in memory._own.values()]
-
-
-def test_an_answer_takes_the_segment_of_its_request(pair):
-    for number in range(20):
-        buffers, loan = request(pair, b"q" * LARGE)
-        buffers.clear()
-        content = bytes([number]) * (LARGE - number)
-        (buffer,) = answered(pair, content)
-        loan.end()
-        assert bytes(buffer) == content
-        assert states(pair.lender) == [shm._KEPT]
-        del buffer
-        assert states(pair.lender) == [shm._FREE]
-    assert not pair.borrower._own
-    assert not pair.borrower._spares
-
-
-def test_what_came_back_is_not_touched_while_it_is_in_use(pair):
-    buffers, loan = request(pair, b"q" * LARGE)
-    buffers.clear()
-    kept = answered(pair, b"k" * LARGE)
-    loan.end()
-    for _ in range(5):
-        buffers, loan = request(pair, b"x" * LARGE)
-        buffers.clear()
-        answered(pair, b"y" * LARGE)
-        loan.end()
-    assert bytes(kept[0]) == b"k" * LARGE
-    assert len(pair.lender._own) == 2
-    pair.lender.trim(time.monotonic() + 100)
-    assert bytes(kept[0]) == b"k" * LARGE
-
-
-@pytest.mark.parametrize("why", ["in use", "not held", "too small", "too large"])
-def test_an_answer_has_a_segment_of_its_own_if_the_other_is(pair, why):
-    buffers, loan = request(pair, b"q" * LARGE)
-    content = b"a" * LARGE
-    if why != "in use":
-        buffers.clear()
-    if why == "not held":
-        loan.end()
-    elif why == "too small":
-        content = b"a" * (2 * LARGE)
-    elif why == "too large":
-        content = b"a" * (LARGE // 8)
-    (buffer,) = answered(pair, content)
-    assert bytes(buffer) == content
-    assert len(pair.borrower._own) == 1
-    if buffers:
-        assert bytes(buffers[0]) == b"q" * LARGE
-        buffers.clear()
-    loan.end()
-    assert states(pair.lender) == [shm._FREE]
-    assert not pair.borrower._spares
-
-
-def test_a_segment_that_carries_no_answer_is_given_back(pair):
-    buffers, loan = request(pair, b"q" * LARGE)
-    buffers.clear()
-    assert states(pair.lender) == [shm._LENT]
-    loan.end()
-    assert states(pair.lender) == [shm._FREE]
-    buffers, loan = request(pair, b"q" * LARGE)
-    loan.end()
-    assert states(pair.lender) == [shm._LENT]
-    buffers.clear()
-    assert states(pair.lender) == [shm._FREE]
-    assert not pair.borrower._spares
-
-
-def test_several_answers_share_what_there_is(pair):
-    pair.ends[0].send(Kind.CALL, buffers=[memoryview(b"q" * LARGE)] * 3)
-    frame = pair.ends[1].receive()
-    for loan in frame.loans:
-        loan.hold()
-    frame.buffers.clear()
-    contents = [bytes([number]) * LARGE for number in range(5)]
-    pair.ends[1].send(Kind.REPLY, buffers=[memoryview(content) for content in contents])
-    came = pair.ends[0].receive().buffers
-    assert [bytes(buffer) for buffer in came] == contents
-    assert states(pair.lender) == [shm._KEPT] * 3
-    assert states(pair.borrower) == [shm._LENT] * 2
-    came.clear()
-    assert states(pair.lender) == [shm._FREE] * 3
-    assert states(pair.borrower) == [shm._FREE] * 2
-
-
-def lose_an_answer(pair):
-    """It has left, and then the connection has ended before anybody has read it."""
-    buffers, loan = request(pair, b"q" * LARGE)
-    buffers.clear()
-    answer(pair, b"a" * LARGE)
-    loan.end()
-    assert states(pair.lender) == [shm._HANDED]
-    pair.ends[1].close()
-    assert states(pair.lender) == [shm._LOST]
-
-
-def test_a_lost_answer_does_not_keep_its_segment(pair):
-    lose_an_answer(pair)
-    now = time.monotonic()
-    pair.lender.trim(now)
-    assert states(pair.lender) == [shm._LOST]  # it may just be on its way
-    pair.lender.trim(now + 10)
-    assert not pair.lender._own
-    pair.borrower.trim(now + 10)
-    assert not pair.borrower._theirs
-
-
-def test_an_answer_is_received_though_its_sender_has_left(pair):
-    lose_an_answer(pair)
-    now = time.monotonic()
-    pair.lender.trim(now)
-    (buffer,) = pair.ends[0].receive().buffers
-    pair.lender.trim(now + 10)
-    pair.lender.trim(now + 20)
-    assert bytes(buffer) == b"a" * LARGE
-    del buffer
-    assert states(pair.lender) == [shm._FREE]
-
-
-def test_an_answer_that_did_not_leave_loses_its_segment(pair):
-    buffers, loan = request(pair, b"q" * LARGE)
-    sender = pair.ends[1]
-    sender.set_timeout(0.02)
-    with pytest.raises(TransportTimeout):
-        while True:  # nobody reads: the socket fills
-            sender.send(Kind.CALL, body=[bytes(60_000)])
-    buffers.clear()
-    with pytest.raises(TransportTimeout):
-        answer(pair, b"a" * LARGE)
-    loan.end()
-    assert states(pair.lender) == [shm._LOST]
-
-
-def test_a_connection_remembers_only_what_is_on_its_way(pair):
-    for _ in range(20):
-        buffers, loan = request(pair, b"q" * LARGE)
-        buffers.clear()
-        answered(pair, b"a" * LARGE)
-        loan.end()
-    assert len(pair.ends[1]._shared._handed_back) == 1
-    pair.ends[1].close()
-    assert states(pair.lender) == [shm._FREE]  # it has been received
-
-
-def test_only_what_was_lent_is_taken_back(pair):
-    pair.send(bytes(LARGE))
-    with pytest.raises(ProtocolError, match="was not lent"):
-        pair.lender.take_back(1, LARGE)  # given back, but not handed back
-    with pytest.raises(ProtocolError, match="was not lent"):
-        pair.lender.take_back(2, LARGE)
-    pair.lender._own[1].mapping[0] = shm._HANDED
-    with pytest.raises(ProtocolError, match="too small"):
-        pair.lender.take_back(1, 2 * LARGE)
-
-
-def test_a_loan_ends_once_whoever_is_first():
-    """Its buffer may die on another thread in the moment when it is no longer held."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        with borrowing() as memory:
-            memory.learn(1, segment_descriptor())
-            for _ in range(3000):
-                end_a_loan_twice(memory)
-    finally:
-        sys.setswitchinterval(before)
-
-
-def end_a_loan_twice(memory):
-    mapping = memory._theirs[1]
-    mapping[0] = shm._LENT
-    buffer, loan = memory.borrow(1, SHARE_FROM)
-    loan.hold()
-    held = [buffer]
-    del buffer
-    dropping = threading.Thread(target=held.clear)
-    dropping.start()
-    loan.end()
-    dropping.join()
-    assert mapping[0] == shm._FREE
-    assert not loan.claim()
-    assert not memory._spares
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_whatever_is_kept_stays_as_it_was(pair, seed):
-    """Requests and answers of all sizes, some of which are kept for a while, on both sides."""
-    chance = random.Random(seed)
-    kept = []
-
-    def keep_some(buffers, contents):
-        for buffer, content in zip(buffers, contents, strict=True):
-            assert bytes(buffer) == content
-            if chance.random() < 0.3:
-                kept.append((buffer, content))
-
-    def some_contents():
-        sizes = chance.choices([SHARE_FROM, 2 * SHARE_FROM, LARGE, 100], k=chance.randrange(4))
-        return [bytes([chance.randrange(256)]) * size for size in sizes]
-
-    for _ in range(60):
-        asker, server = chance.choice([(0, 1), (1, 0)])
-        contents = some_contents()
-        pair.ends[asker].send(Kind.CALL, buffers=list(map(memoryview, contents)))
-        frame = pair.ends[server].receive()
-        for loan in frame.loans:
-            loan.hold()
-        keep_some(frame.buffers, contents)
-        frame.buffers.clear()
-        contents = some_contents()
-        pair.ends[server].send(Kind.REPLY, buffers=list(map(memoryview, contents)))
-        for loan in frame.loans:
-            loan.end()
-        keep_some(pair.ends[asker].receive().buffers, contents)
-        for buffer, content in kept:
-            assert bytes(buffer) == content
-        chance.shuffle(kept)
-        del kept[chance.randrange(8) :]
-        del frame
-    buffer = None
-    kept.clear()
-    for memory in pair.memories:
-        assert set(states(memory)) <= {shm._FREE}
-        assert not memory._spares
-
-
 # -- what a peer may announce
-
-
-def segment_descriptor(size=LARGE, seals=shm._SEALS):
-    descriptor = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(descriptor, size)
-    if seals:
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
-    return descriptor
-
-
-@contextlib.contextmanager
-def borrowing():
-    memory = SharedMemory()
-    before = descriptors()
-    yield memory
-    memory.close()
-    assert descriptors() == before
 
 
 @pytest.mark.parametrize("seals", [0, fcntl.F_SEAL_GROW, fcntl.F_SEAL_SHRINK])

@@ -1,0 +1,68 @@
+"""Two ends of a connection that share memory, for the tests of it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+
+from telegrad.testing.transport_contract import joined
+from telegrad.transport import shm
+from telegrad.transport.shm import SharedMemory
+from telegrad.transport.sockets import UnixTransport
+from telegrad.wire.frames import Kind, Limits
+from telegrad.wire.memory import BufferPool
+
+LARGE = 1 << 20
+
+
+class Pair:
+    """Two ends of a Unix connection that share memory."""
+
+    def __init__(self, ends):
+        self.ends = ends
+        self.memories = SharedMemory(), SharedMemory()
+        for end, memory in zip(self.ends, self.memories, strict=True):
+            end.share_memory(memory)
+
+    @property
+    def lender(self):
+        return self.memories[0]
+
+    @property
+    def borrower(self):
+        return self.memories[1]
+
+    def send(self, content, copies=1):
+        self.ends[0].send(Kind.CALL, buffers=[memoryview(content)] * copies)
+        return self.ends[1].receive().buffers
+
+
+@contextlib.contextmanager
+def sharing():
+    with joined(UnixTransport(BufferPool(), Limits())) as ends:
+        made = Pair(ends)
+        yield made
+        for memory in made.memories:
+            memory.close()
+
+
+def descriptors():
+    return set(os.listdir("/proc/self/fd"))
+
+
+def segment_descriptor(size=LARGE, seals=shm._SEALS):
+    descriptor = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, size)
+    if seals:
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+    return descriptor
+
+
+@contextlib.contextmanager
+def borrowing():
+    memory = SharedMemory()
+    before = descriptors()
+    yield memory
+    memory.close()
+    assert descriptors() == before
