@@ -178,6 +178,36 @@ def test_an_answer_that_did_not_leave_loses_its_segment(pair):
     assert states(pair.lender) == [shm._LOST]
 
 
+def test_an_abandoned_segment_carries_no_answer(pair):
+    """Its owner does not know whether the request has left, and has let go of it."""
+    buffers, loan = request(pair, b"q" * LARGE)
+    buffers.clear()
+    pair.lender.abandon(list(pair.lender._own))
+    (buffer,) = answered(pair, b"a" * LARGE)
+    loan.end()
+    assert bytes(buffer) == b"a" * LARGE
+    assert not pair.lender._own
+    assert states(pair.borrower) == [shm._LENT]
+    pair.borrower.trim(time.monotonic())
+    assert not pair.borrower._theirs
+
+
+def test_a_segment_that_is_abandoned_while_it_is_filled_carries_no_answer(pair, monkeypatch):
+    buffers, loan = request(pair, b"q" * LARGE)
+    buffers.clear()
+    copy = shm._copy
+
+    def copy_and_abandon(*parts):
+        copy(*parts)
+        pair.lender.abandon(list(pair.lender._own))
+
+    monkeypatch.setattr(shm, "_copy", copy_and_abandon)
+    (buffer,) = answered(pair, b"a" * LARGE)
+    loan.end()
+    assert bytes(buffer) == b"a" * LARGE
+    assert states(pair.borrower) == [shm._LENT]
+
+
 def test_a_connection_remembers_only_what_is_on_its_way(pair):
     for _ in range(20):
         buffers, loan = request(pair, b"q" * LARGE)

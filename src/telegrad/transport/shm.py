@@ -172,8 +172,9 @@ class SharedMemory:
             spare = self._fitting_spare(length)
             if spare is not None:
                 _copy(data, _data_of(spare.mapping))
-                spare.mapping[0] = _HANDED
-                return Placed(spare.number, True, -1)
+                if spare.mapping[0] == _LENT:  # else its owner has let go of it meanwhile
+                    spare.mapping[0] = _HANDED
+                    return Placed(spare.number, True, -1)
         with self._lock:
             segment = self._free_segment(length)
             if segment is None:
@@ -191,7 +192,7 @@ class SharedMemory:
         for spare in list(self._spares):
             if _fits(length, len(spare.mapping) - _DATA) and spare.claim():
                 self._spares.pop(spare, None)
-                if spare.mapping[0] == _LENT:  # else its owner has let go of it meanwhile
+                if spare.mapping[0] == _LENT:
                     return spare
         return None
 
