@@ -79,7 +79,8 @@ class Result:
 
     @property
     def is_good(self) -> bool:
-        return self.ratio >= (self.mark if self.mark is not None else 1.0)
+        """Whether the ratio reaches its mark, to the tenth that is shown of it."""
+        return round(self.ratio, 1) >= (self.mark if self.mark is not None else 1.0)
 
 
 class Arena:
