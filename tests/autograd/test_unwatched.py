@@ -167,6 +167,15 @@ def test_a_gradient_that_two_leaves_share_is_not_shared_in_the_context(gradients
     assert caught == [True]
 
 
+def test_what_is_caught_is_not_copied(gradients, caught):
+    a, b = new_leaf(), new_leaf()
+    y = a * b
+    pointers = []
+    y.grad_fn.register_hook(lambda out, entered: pointers.extend(g.data_ptr() for g in out))
+    assert [gradient.data_ptr() for gradient in gradients(y.sum(), a, b)] == pointers
+    assert caught == [True]
+
+
 def test_checkpoints_that_object_to_catching_work(gradients, caught):
     """Reentrant ones refuse to run where only some gradients are asked for."""
     leaf = new_leaf()

@@ -5,9 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from telegrad.bench import passes
 from telegrad.bench.harness import Result
 from telegrad.bench.plot import svg
 from telegrad.cli import main
@@ -76,3 +79,23 @@ def test_bars_point_to_the_right_of_one_where_telegrad_is_faster():
     begin, width, one = bar(0.5)
     assert begin + width == pytest.approx(one, abs=0.2)
     assert bar(1e-3)[0] >= 0
+
+
+def test_all_trainers_train_at_once(monkeypatch):
+    """The driver is one of them: it begins when the others have been told to."""
+    events = []
+
+    def train(side_name, steps):
+        events.append("worker0")
+        return 1.0
+
+    def rpc_async(to, function, args):
+        events.append(to)
+        future = torch.futures.Future()
+        future.set_result(3.0 if to == "worker3" else 2.0)
+        return future
+
+    monkeypatch.setattr(passes, "train", train)
+    side = SimpleNamespace(name="telegrad", rpc=SimpleNamespace(rpc_async=rpc_async))
+    assert passes.trainers(side)() == 3.0
+    assert events == ["worker2", "worker3", "worker0"]
