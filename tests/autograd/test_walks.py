@@ -110,6 +110,21 @@ def test_a_hook_that_comes_after_the_look_ahead_runs(cluster):
     here.release(context.id)
 
 
+def test_where_edges_will_be_counted_nothing_is_walked(cluster):
+    here, there = cluster.engines
+    parameter = leaf()
+    context = here.new()
+    for _ in range(walks.MOST_WALKED + 1):
+        cluster.call(0, 1, lambda: parameter * 2)
+    sends = there.retrieve(context.id).sends
+    for sent in sends.values():
+        sent.graph = None
+    for message_id in sends:
+        there.foresee(context.id, message_id)
+    assert [sent.graph for sent in sends.values()] == [None] * len(sends)
+    here.release(context.id)
+
+
 def test_what_is_gone_is_not_looked_at(cluster):
     here, there = cluster.engines
     context = here.new()

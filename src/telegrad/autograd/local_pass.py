@@ -19,6 +19,7 @@ from telegrad.autograd.nodes import AccumulateGrad, Received, RecvNode, SendFunc
 from telegrad.autograd.pass_protocol import Standing
 from telegrad.autograd.unwatched import unwatched
 from telegrad.autograd.walks import (
+    MOST_WALKED,
     Graph,
     graph_behind,
     look_ahead,
@@ -134,7 +135,7 @@ class LocalPass:
         Raises:
             Exception: whatever a backward function or a hook raised.
         """
-        if self._frontier is None and len(self._awaited) < 2:
+        if self._frontier is None and len(self._awaited) < MOST_WALKED:
             graph = self._graph_of_unblocked()
             if graph is not None:
                 leaves = graph.leaves

@@ -27,7 +27,7 @@ from telegrad.autograd.context_lifetime import (
 )
 from telegrad.autograd.gathered import Gathered, ids_in
 from telegrad.autograd.nodes import SendFunction, recv_history
-from telegrad.autograd.walks import look_ahead
+from telegrad.autograd.walks import MOST_WALKED, look_ahead
 from telegrad.errors import ContextError
 from telegrad.ids import WorkerCounter
 from telegrad.rpc.seams import NO_CONTEXT, Messenger, Timer
@@ -187,7 +187,9 @@ class ContextRegistry:
 
     def foresee(self, context_id: int, message_id: int) -> None:
         context = self._contexts.get(context_id)
-        sent = None if context is None else context.sends.get(message_id)
+        if context is None or len(context.sends) > MOST_WALKED:
+            return
+        sent = context.sends.get(message_id)
         if sent is not None and not sent.is_of_leaves:
             try:
                 look_ahead(sent)

@@ -8,7 +8,19 @@ from typing import Any, NamedTuple
 
 from telegrad.autograd.nodes import AccumulateGrad, RecvNode, SendFunction
 
-__all__ = ["Graph", "graph_behind", "look_ahead", "messages_behind", "successors", "walk"]
+__all__ = [
+    "MOST_WALKED",
+    "Graph",
+    "graph_behind",
+    "look_ahead",
+    "messages_behind",
+    "successors",
+    "walk",
+]
+
+MOST_WALKED = 2
+"""Send functions of a worker whose graphs are walked one by one in a pass. If there are more, edges
+are counted, in all of them at once (`Frontier`)."""
 
 _SOON = 128  # nodes: a walk of that many takes as long as a short call
 
