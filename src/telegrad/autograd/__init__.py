@@ -124,8 +124,8 @@ class context:
     """
 
     def __enter__(self) -> int:
-        self.autograd_context = _new_context()
-        return self.autograd_context._context_id()
+        self.autograd_context = _engine().new()
+        return self.autograd_context.id
 
     def __exit__(
         self,
@@ -133,7 +133,7 @@ class context:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        _release_context(self.autograd_context._context_id())
+        _engine().release(self.autograd_context.id)
 
 
 def _new_context() -> DistAutogradContext:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
+from torch._C._autograd import _profiler_enabled
 
 from telegrad.autograd.completion import Completion
 from telegrad.autograd.context import DistAutogradContext
@@ -116,7 +117,7 @@ class AutogradEngine(ContextRegistry):
             create_graph=create_graph,
         )
         live.control = PassControl()
-        if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+        if _profiler_enabled():
             live.is_driven_by_caller = True
             with torch.profiler.record_function("torch::distributed::autograd::backward"):
                 self._run_to_the_end(live, roots)

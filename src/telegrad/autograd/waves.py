@@ -27,6 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
+from torch._C._autograd import _profiler_enabled
 from torch.autograd.graph import GradientEdge
 
 from telegrad.autograd.leaves import Loans, add, adopt, needs_grad_field
@@ -65,6 +66,7 @@ NO_BOUNDARY: Mapping[Any, set[Any]] = {}
 # more to find out what leads to what it is to catch.
 _MOST_NODES_FOR_AN_END = 16
 
+_torchs_engine = torch.autograd.Variable._execution_engine
 _BackwardCFunction = torch.autograd.function.BackwardCFunction
 _kinds_of_torch: set[type] = set()
 """Types of nodes that are known to be torch's own, in C++, and recv nodes."""
@@ -93,7 +95,7 @@ def can_catch(graph: Graph) -> bool:
         (kinds <= _kinds_of_torch or _are_all_of_torch(kinds))
         and not any(map(is_watched, recvs))
         and unwatched.include_all(leaves)
-        and not torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+        and not _profiler_enabled()
     )
 
 
@@ -284,7 +286,7 @@ def _run_engine(
         _use_up_warning()
     # torch.autograd.backward with the checks of user input left out: they take longer than a
     # small graph.
-    came: Sequence[torch.Tensor | None] = torch.autograd.Variable._execution_engine.run_backward(
+    came: Sequence[torch.Tensor | None] = _torchs_engine.run_backward(
         tuple(entering),
         tuple(entering.values()),
         owner.retain_graph or create_graph,

@@ -17,7 +17,13 @@ if TYPE_CHECKING:
 __all__ = ["act_for", "acting", "current", "is_set", "set_current"]
 
 _process_worker: Worker | None = None
-_thread = threading.local()
+
+
+class _Thread(threading.local):
+    worker: Worker | None = None
+
+
+_thread = _Thread()
 
 
 def act_for(worker: Worker | None) -> None:
@@ -32,8 +38,7 @@ def set_current(worker: Worker | None) -> None:
 
 def acting() -> Worker | None:
     """The worker this thread acts for, if there is one."""
-    worker: Worker | None = getattr(_thread, "worker", None)
-    return worker if worker is not None else _process_worker
+    return _thread.worker or _process_worker
 
 
 def is_set() -> bool:
@@ -45,7 +50,7 @@ def current() -> Worker:
     Raises:
         NotInitialized: there is none.
     """
-    worker = acting()
+    worker = _thread.worker or _process_worker
     if worker is None:
         raise NotInitialized(
             "RPC has not been initialized. Call init_rpc first. (Current RPC agent is not set! "

@@ -249,10 +249,10 @@ class SocketConnection:
         """The next message, out of the mailbox; None if it comes by the socket."""
         mailbox.wake_up()
         while True:
-            is_one_here = mailbox.has_new()  # asked first: one may come at any time
-            message = mailbox.take(self._frames_read)
-            if message is not None or is_one_here or self._end > self._start:
-                return message
+            if mailbox.has_new():
+                return mailbox.take(self._frames_read)
+            if self._end > self._start:
+                return None
             if self._patience.look(self._is_anything_there):
                 if not mailbox.has_new():
                     return None
