@@ -208,6 +208,48 @@ def test_a_segment_that_is_abandoned_while_it_is_filled_carries_no_answer(pair, 
     assert states(pair.borrower) == [shm._LENT]
 
 
+@pytest.mark.parametrize("interrupted_at", [0, 1])
+def test_an_interrupted_answer_leaves_nothing_lent(pair, monkeypatch, interrupted_at):
+    """Ctrl-C while the first, or the second, of two buffers is filled."""
+    buffers, loan = request(pair, b"q" * LARGE)
+    buffers.clear()
+    copy = shm._copy
+    copies = []
+
+    def copy_until_interrupted(*parts):
+        copies.append(parts)
+        if len(copies) > interrupted_at:
+            raise KeyboardInterrupt
+        copy(*parts)
+
+    monkeypatch.setattr(shm, "_copy", copy_until_interrupted)
+    contents = [memoryview(b"a" * LARGE), memoryview(b"b" * LARGE)]
+    with pytest.raises(KeyboardInterrupt):
+        pair.ends[1].send(Kind.REPLY, buffers=contents)
+    monkeypatch.setattr(shm, "_copy", copy)
+    loan.end()
+    assert states(pair.lender) == [shm._LOST if interrupted_at else shm._FREE]
+    assert not pair.borrower._own
+    assert not pair.borrower._spares
+    buffers, loan = request(pair, b"q" * LARGE)
+    buffers.clear()
+    (buffer,) = answered(pair, b"a" * LARGE)
+    assert bytes(buffer) == b"a" * LARGE
+
+
+def test_an_interrupted_request_leaves_nothing_lent(pair, monkeypatch):
+    def interrupted(*parts):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shm, "_copy", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pair.ends[0].send(Kind.CALL, buffers=[memoryview(b"q" * LARGE)])
+    assert not pair.lender._own
+    (buffer,) = pair.send(b"q" * LARGE)
+    assert bytes(buffer) == b"q" * LARGE
+
+
 def test_a_connection_remembers_only_what_is_on_its_way(pair):
     for _ in range(20):
         buffers, loan = request(pair, b"q" * LARGE)

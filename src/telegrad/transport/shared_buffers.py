@@ -67,24 +67,31 @@ class SharedBuffers:
         if self._handed_back:
             self._handed_back = self._memory.in_flight(self._handed_back)
         placement = Placement()
-        for buffer in buffers:
-            placed = None
-            if len(placement.descriptors) < _MOST_DESCRIPTORS:
-                placed = self._memory.lend(buffer)
-            if placed is None:
-                placement.stream(buffer)
-                continue
-            note = 0
-            if placed.is_handed_back:
-                note = _HANDED_BACK
-                placement.handed_back.append(placed.segment)
-            else:
-                placement.lent.append(placed.segment)
-                if placed.descriptor >= 0:
-                    note = _NEW_SEGMENT
-                    placement.descriptors.append(placed.descriptor)
-            placement.table += BUFFER.pack(buffer.nbytes, placed.segment, note)
+        try:
+            for buffer in buffers:
+                self._place(buffer, placement)
+        except BaseException:  # Ctrl-C: the message will not be sent
+            self.not_sent(placement)
+            raise
         return placement
+
+    def _place(self, buffer: memoryview, placement: Placement) -> None:
+        placed = None
+        if len(placement.descriptors) < _MOST_DESCRIPTORS:
+            placed = self._memory.lend(buffer)
+        if placed is None:
+            placement.stream(buffer)
+            return
+        note = 0
+        if placed.is_handed_back:
+            note = _HANDED_BACK
+            placement.handed_back.append(placed.segment)
+        else:
+            placement.lent.append(placed.segment)
+            if placed.descriptor >= 0:
+                note = _NEW_SEGMENT
+                placement.descriptors.append(placed.descriptor)
+        placement.table += BUFFER.pack(buffer.nbytes, placed.segment, note)
 
     def sent(self, placement: Placement) -> None:
         """The message has left."""

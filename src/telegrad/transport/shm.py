@@ -140,6 +140,18 @@ class _Loan:
         except IndexError:
             return False
 
+    def hand_back(self, data: memoryview) -> bool:
+        """Fills it for its owner. It must have been claimed."""
+        filled = _FREE  # if it is not, because of Ctrl-C
+        try:
+            _copy(data, _data_of(self.mapping))
+            filled = _HANDED
+        finally:
+            is_lent: bool = self.mapping[0] == _LENT  # else its owner has let go of it meanwhile
+            if is_lent:
+                self.mapping[0] = filled
+        return is_lent
+
     def _give_back(self) -> None:
         if self.claim() and self.mapping[0] == _LENT:  # else its owner has let go of it meanwhile
             self.mapping[0] = _FREE
@@ -159,7 +171,7 @@ class SharedMemory:
         self._lock = threading.Lock()  # guards the two tables below
         self._own: dict[int, _Segment] = {}
         self._theirs: dict[int, mmap.mmap] = {}
-        self._spares: dict[_Loan, None] = {}
+        self._spares: dict[_Loan, None] = {}  # changes by single steps, also in the collector
         self._count = 0
         self._closed = False
         self._refused = False  # the system has no memory for segments: stop asking
@@ -170,11 +182,8 @@ class SharedMemory:
             return None
         if self._spares:
             spare = self._fitting_spare(length)
-            if spare is not None:
-                _copy(data, _data_of(spare.mapping))
-                if spare.mapping[0] == _LENT:  # else its owner has let go of it meanwhile
-                    spare.mapping[0] = _HANDED
-                    return Placed(spare.number, True, -1)
+            if spare is not None and spare.hand_back(data):
+                return Placed(spare.number, True, -1)
         with self._lock:
             segment = self._free_segment(length)
             if segment is None:
@@ -184,7 +193,11 @@ class SharedMemory:
                 segment.close_descriptor()
             descriptor = segment.descriptor
             segment.announced = True
-        _copy(data, segment.data)
+        try:
+            _copy(data, segment.data)
+        except BaseException:  # Ctrl-C: nobody will come to borrow it
+            self.abandon((segment.number,))
+            raise
         return Placed(segment.number, False, descriptor)
 
     def _fitting_spare(self, length: int) -> _Loan | None:
