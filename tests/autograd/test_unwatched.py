@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 
 import pytest
@@ -138,6 +139,71 @@ def test_looking_does_not_count(gradients):
         gradients((new_leaf() * watched).sum(), watched)
     assert unwatched.includes(node_of(leaf))
     assert unwatched._verdicts[id(leaf)] is verdict
+
+
+def test_a_look_while_another_wave_registers_is_not_remembered():
+    """The count is too high then; the next hook that matters would make it right."""
+    leaves = Unwatched()
+    leaf, other = new_leaf(), new_leaf()
+    y = leaf * 2, other * 2  # keep the nodes
+
+    def register(hook):
+        handle = node_of(other).register_prehook(hook)
+        assert leaves.includes(node_of(leaf))
+        return handle
+
+    leaves.register(register, lambda grads: None)
+    node_of(leaf).register_prehook(lambda grads: None)
+    assert not leaves.includes(node_of(leaf))
+    del y
+
+
+def test_a_hook_that_cannot_be_registered_does_not_count():
+    leaves = Unwatched()
+    leaf = new_leaf()
+    y = leaf * 2
+    assert leaves.includes(node_of(leaf))
+
+    def refuse(hook):
+        raise TypeError("no")
+
+    with pytest.raises(TypeError):
+        leaves.register(refuse, None)
+    assert leaves._verdicts[id(leaf)].count == leaves._count()
+    node_of(leaf).register_hook(lambda *grads: None)
+    assert not leaves.includes(node_of(leaf))
+    del y
+
+
+def test_looks_of_many_threads_miss_no_hook():
+    """Waves with hooks of our own run all the time, while others come and go."""
+    is_over = threading.Event()
+
+    def make_waves():
+        watched = new_leaf()
+        watched.register_hook(lambda grad: None)
+        while not is_over.is_set():
+            unwatched.register((watched * 2).grad_fn.next_functions[0][0].register_prehook, len)
+
+    threads = [threading.Thread(target=make_waves) for _ in range(3)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(1000):
+            leaf = new_leaf()
+            y = leaf * 2
+            assert unwatched.includes(node_of(leaf))
+            handle = node_of(leaf).register_prehook(len)
+            assert not unwatched.includes(node_of(leaf))
+            handle.remove()
+            del y
+    finally:
+        is_over.set()
+        for thread in threads:
+            thread.join()
+        sys.setswitchinterval(before)
 
 
 def test_nothing_is_remembered_of_a_leaf_that_is_gone():

@@ -13,7 +13,7 @@ its parameters are known otherwise (`leaves`).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -37,12 +37,28 @@ class Unwatched:
 
     def __init__(self) -> None:
         self._verdicts: dict[int, _Verdict] = {}
-        self._own = 0  # handles that were made here
+        self._own = 0  # handles that were made here, and are of no matter
+        self._registering: dict[object, None] = {}  # a token for each that is just being made
 
-    def note_own(self, handles: int) -> None:
-        """So many hooks have been registered that are of no matter to others. To be called after
-        that: an update that is lost between threads makes the count too high, never too low."""
-        self._own += handles
+    def register(self, register: Callable[[Any], Any], hook: Callable[..., Any]) -> Any:
+        """Registers a hook that is of no matter to others; returns its handle."""
+        token = object()
+        self._registering[token] = None
+        try:
+            handle = register(hook)
+            self._own += 1
+        finally:
+            del self._registering[token]
+        return handle
+
+    def _count(self) -> int | None:
+        """How many hooks of matter have ever been registered; None if that is just not known: too
+        high a count might come true later, when what it counts has become another."""
+        own = self._own
+        if self._registering:
+            return None
+        count = RemovableHandle.next_id - own
+        return None if self._registering or self._own != own else count
 
     def includes(self, node: Any) -> bool:
         """Whether nothing is registered that must see the total gradient of a leaf, whose
@@ -51,7 +67,7 @@ class Unwatched:
 
     def include_all(self, nodes: Iterable[Any]) -> bool:
         """The same for several."""
-        verdicts, count = self._verdicts, RemovableHandle.next_id - self._own
+        verdicts, count = self._verdicts, self._count()
         leaves: list[torch.Tensor] = []
         for node in nodes:
             leaf = node.variable
@@ -59,9 +75,10 @@ class Unwatched:
             if verdict is None or verdict.count != count or verdict() is not leaf:
                 if self._is_hooked(node, leaf):
                     return False
-                verdict = _Verdict(leaf, self._forget)
-                verdict.count, verdict.key = count, id(leaf)
-                verdicts[id(leaf)] = verdict
+                if count is not None:
+                    verdict = _Verdict(leaf, self._forget)
+                    verdict.count, verdict.key = count, id(leaf)
+                    verdicts[id(leaf)] = verdict
             leaves.append(leaf)
         return not torch.distributed.is_initialized() or not any(
             needs_grad_field(leaf, True) for leaf in leaves
@@ -72,8 +89,7 @@ class Unwatched:
             return True
         for register in (node.register_hook, node.register_prehook):
             # Registering is the only way to get at the dictionary of hooks.
-            handle = register(_nothing)
-            self.note_own(1)
+            handle = self.register(register, _nothing)
             hooks = handle.hooks_dict_ref()
             handle.remove()
             if hooks:

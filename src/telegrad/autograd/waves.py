@@ -168,10 +168,11 @@ class Wave:
         owner = self._owner
         handles: list[Any] = []
         for node in self._leaves:
-            handles.append(node.register_prehook(functools.partial(self._leaf_reached, node)))
+            reached = functools.partial(self._leaf_reached, node)
+            handles.append(unwatched.register(node.register_prehook, reached))
         for node in self._boundary:
-            handles.append(node.register_hook(functools.partial(self._boundary_reached, node)))
-        unwatched.note_own(len(handles))
+            reached = functools.partial(self._boundary_reached, node)
+            handles.append(unwatched.register(node.register_hook, reached))
         before = _loans.borrow(self._borrowed()) if self._lent else []
         wave_before = enter_wave(self)
         lent: list[torch.Tensor | None] = []
