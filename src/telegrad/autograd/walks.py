@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Sequence
+from itertools import repeat
 from typing import Any, NamedTuple
 
 from telegrad.autograd.nodes import AccumulateGrad, RecvNode, SendFunction
@@ -44,17 +44,20 @@ def successors(node: Any) -> list[Any]:
     return [edge[0] for edge in node.next_functions if edge[0] is not None]
 
 
-def walk(entries: Iterable[Sequence[Any]], most: int = sys.maxsize) -> Graph:
-    """The graph that edges lead to; a part of it if it has so many nodes or more."""
+def walk(entries: Iterable[Sequence[Any]], most: int | None = None) -> Graph:
+    """The graph that edges lead to; no more than so many nodes of it."""
     seen: set[Any] = set()
     leaves: list[Any] = []
     recvs: list[Any] = []
     todo: list[Iterable[Sequence[Any]]] = [entries]
     see, push, pop = seen.add, todo.append, todo.pop
+    steps = repeat(None) if most is None else repeat(None, most)  # one for each node
     while todo:
         for edge in pop():
             node = edge[0]
-            while node is not None and node not in seen:
+            if node is None or node in seen:
+                continue
+            for _ in steps:
                 see(node)
                 kind = type(node)
                 if kind is AccumulateGrad:
@@ -63,14 +66,15 @@ def walk(entries: Iterable[Sequence[Any]], most: int = sys.maxsize) -> Graph:
                 if kind is RecvNode:
                     recvs.append(node)
                     break
-                if len(seen) >= most:
-                    return Graph(seen, leaves, recvs)
                 edges = node.next_functions
-                if len(edges) == 1 or (len(edges) == 2 and edges[1][0] is None):
-                    node = edges[0][0]  # on along a chain, as most nodes are in one
-                else:
+                if len(edges) != 1 and not (len(edges) == 2 and edges[1][0] is None):
                     push(edges)
                     break
+                node = edges[0][0]  # on along a chain, as most nodes are in one
+                if node is None or node in seen:
+                    break
+            else:
+                return Graph(seen, leaves, recvs)
     return Graph(seen, leaves, recvs)
 
 
