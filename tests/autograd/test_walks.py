@@ -6,9 +6,11 @@ import pytest
 import torch
 from autograd_cluster import Cluster
 
+from telegrad import autograd, rpc
 from telegrad.autograd import walks
 from telegrad.autograd.nodes import AccumulateGrad, SendFunction, recv_history
 from telegrad.autograd.walks import graph_behind, look_ahead, walk
+from telegrad.testing import cluster as processes
 
 
 def leaf():
@@ -107,6 +109,34 @@ def test_a_hook_that_comes_after_the_look_ahead_runs(cluster):
     cluster.settle()
     assert len(seen) == 1
     assert there.get_gradients(context.id)[parameter].tolist() == [2.0] * 2
+    here.release(context.id)
+
+
+def has_looked_ahead(context_id):
+    """Whether this worker knows what lies behind the only answer of the context."""
+    (sent,) = autograd._retrieve_context(context_id)._send_functions().values()
+    return sent.graph is not None
+
+
+def test_an_agent_looks_ahead_when_it_has_answered():
+    with processes.cluster(2), autograd.context() as context_id:
+        y = rpc.rpc_sync("worker1", torch.mul, args=(leaf(), 2))
+        assert rpc.rpc_sync("worker1", has_looked_ahead, args=(context_id,))
+        autograd.backward(context_id, [y.sum()])
+
+
+def test_a_look_ahead_that_fails_is_not_the_callers_matter(cluster, monkeypatch):
+    def fail(sent):
+        raise RuntimeError("this node does not say what it leads to")
+
+    here, there = cluster.engines
+    context = here.new()
+    cluster.call(0, 1, lambda: leaf() * 2)
+    ((message_id, sent),) = there.retrieve(context.id).sends.items()
+    sent.graph = None
+    monkeypatch.setattr("telegrad.autograd.registry.look_ahead", fail)
+    there.foresee(context.id, message_id)
+    assert sent.graph is None
     here.release(context.id)
 
 

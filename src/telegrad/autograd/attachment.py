@@ -42,10 +42,9 @@ class _Attached:
 
 def _engine_here() -> AutogradEngine | None:
     worker = current.acting()
-    if worker is None:
-        return None
-    engine: Any = worker.agent.service.recorder  # set above
-    return engine  # type: ignore[no-any-return]
+    recorder: Any = None if worker is None else worker.agent.service.recorder
+    engine: AutogradEngine | None = recorder  # set above
+    return engine
 
 
 def _backward_from(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
