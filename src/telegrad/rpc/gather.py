@@ -16,17 +16,23 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
-
-from torch.futures import Future
+from typing import Any, NamedTuple
 
 from telegrad.errors import WorkerLost
 from telegrad.rpc.agent import Agent
-from telegrad.wire.frames import Kind
+from telegrad.rpc.network import Send
+from telegrad.wire.frames import Frame, Kind
 
 __all__ = ["Gatherings"]
 
 _Key = tuple[tuple[int, ...], int]
+
+
+class _Question(NamedTuple):
+    """A participant's request, as its leader will answer it."""
+
+    frame: Frame
+    send: Send
 
 
 @dataclass
@@ -36,7 +42,7 @@ class _Gathering:
     awaited: set[int]
     forgives_losses: bool
     told: dict[int, Any] = field(default_factory=dict)
-    answers: dict[int, Future[Any]] = field(default_factory=dict)
+    questions: dict[int, _Question] = field(default_factory=dict)
 
 
 class Gatherings:
@@ -46,7 +52,7 @@ class Gatherings:
         self._open: dict[_Key, _Gathering] = {}
         self._counts: collections.Counter[tuple[int, ...]] = collections.Counter()
         self._lost: set[int] = set()
-        agent.handle(Kind.GATHER, self._on_told)
+        agent.service.handle_frame(Kind.GATHER, self._on_told)
         agent.watch_losses(self._on_lost)
 
     def gather(
@@ -85,9 +91,9 @@ class Gatherings:
                 # The leader itself is lost: the next one leads.
         raise WorkerLost("nobody is left to gather with")
 
-    def _on_told(self, source: int, message: tuple[_Key, bool, Any]) -> Future[Any]:
-        key, forgives_losses, value = message
-        answer: Future[Any] = Future()
+    def _on_told(self, source: int, frame: Frame, send: Send) -> None:
+        key, forgives_losses, value = self._agent.service.decode(source, frame, frame.body)
+        frame.buffers = []
         with self._lock:
             gathering = self._open.get(key)
             is_new = gathering is None
@@ -95,13 +101,12 @@ class Gatherings:
                 gathering = self._open[key] = _Gathering(set(key[0]), forgives_losses)
             gathering.awaited.discard(source)
             gathering.told[source] = value
-            gathering.answers[source] = answer
+            gathering.questions[source] = _Question(frame, send)
         if is_new:
             # One that dies without ever having spoken to this worker must be noticed as well.
             for worker in key[0]:
                 self._agent.network.work.submit(partial(self._agent.network.watch, worker))
         self._proceed()
-        return answer
 
     def _on_lost(self, worker: int, reason: str) -> None:
         with self._lock:
@@ -126,13 +131,14 @@ class Gatherings:
             self._finish(gathering, missing_worker)
 
     def _finish(self, gathering: _Gathering, missing: int | None) -> None:
-        # The leader's own last: when it goes on, all others have been answered.
-        own = self._agent.worker_id
-        for _, answer in sorted(gathering.answers.items(), key=lambda item: item[0] == own):
+        # The leader's own last, and none on another thread: it may end its process as soon as it
+        # goes on, and then all others must have been answered.
+        own, service = self._agent.worker_id, self._agent.service
+        for source in sorted(gathering.questions, key=lambda source: source == own):
+            frame, send = gathering.questions[source]
             if missing is None:
-                answer.set_result(gathering.told)
+                service.answer(source, frame, send, gathering.told)
             else:
                 name = self._agent.network.name_of(missing) or str(missing)
-                answer.set_exception(
-                    WorkerLost(f"worker {name!r} was lost before all workers had met", worker=name)
-                )
+                text = f"worker {name!r} was lost before all workers had met"
+                service.answer_failure(source, frame, send, WorkerLost(text, worker=name))

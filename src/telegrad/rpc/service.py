@@ -71,10 +71,17 @@ class Service:
         if rescue is not None:
             self._rescues[kind] = rescue
 
-    def handle_frame(self, kind: Kind, handler: FrameHandler, call_offset: int) -> None:
-        """Registers the handler of a kind of message that holds a call, beginning there."""
+    def handle_frame(
+        self, kind: Kind, handler: FrameHandler, call_offset: int | None = None
+    ) -> None:
+        """Registers a handler that answers itself.
+
+        Args:
+            call_offset: where in such a message the call that it holds begins.
+        """
         self._frame_handlers[kind] = handler
-        self._call_offsets[kind] = call_offset
+        if call_offset is not None:
+            self._call_offsets[kind] = call_offset
 
     def serve(self, source: int, frame: Frame, send: Send) -> None:
         """Runs a message that came in, and answers it now or, if it is deferred, later."""
@@ -109,7 +116,7 @@ class Service:
                 if frame.kind is Kind.CALL:
                     self.quick.ran(name_in(frame.body, 0)[0], took)
         except BaseException as error:  # noqa: BLE001 - whatever a function raises is its caller's
-            self._answer_failure(source, frame, send, error)
+            self.answer_failure(source, frame, send, error)
         finally:
             for loan in frame.loans:
                 loan.end()
@@ -237,7 +244,7 @@ class Service:
             if frame.context_id != NO_CONTEXT and self.recorder is not None:
                 message = self.recorder.record_send(frame.context_id, source, encoded.tensors)
         except Exception as error:  # noqa: BLE001 - a result that cannot be sent fails its call
-            self._answer_failure(source, frame, send, error)
+            self.answer_failure(source, frame, send, error)
             return
         try:
             send(
@@ -254,7 +261,8 @@ class Service:
         if message != -1 and self.recorder is not None:
             self.recorder.foresee(frame.context_id, message)
 
-    def _answer_failure(self, source: int, frame: Frame, send: Send, error: BaseException) -> None:
+    def answer_failure(self, source: int, frame: Frame, send: Send, error: BaseException) -> None:
+        """Answers a message with an exception."""
         if frame.flags & Flags.NO_ANSWER:
             if isinstance(error, Exception):
                 self._post_failed(source, frame.kind, frame.body, error)
@@ -271,11 +279,10 @@ class Service:
         try:
             value = future.wait()  # it is done: this does not wait
         except Exception as error:  # noqa: BLE001 - it belongs to the caller
-            self._answer_failure(source, frame, send, error)
+            self.answer_failure(source, frame, send, error)
         else:
             self.answer(source, frame, send, value)
-        if frame.kind is not Kind.GATHER:
-            self._ended.add()
+        self._ended.add()
 
     def handle_now(self, source: int, kind: Kind, payload: bytes | memoryview) -> None:
         """Handles a message without an answer that has come inside of another one."""

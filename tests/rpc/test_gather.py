@@ -1,0 +1,137 @@
+"""Meetings of workers: all are told before the leader goes on, which may leave then."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import threading
+
+import pytest
+
+from telegrad import rpc
+from telegrad.rpc.gather import Gatherings
+from telegrad.rpc.service import Service
+from telegrad.rpc.worker_info import WorkerInfo
+from telegrad.testing.cluster import processes
+from telegrad.wire.codec import Codec
+from telegrad.wire.frames import Frame, Kind
+
+PATIENCE = 30.0
+WORKERS = 4
+
+
+class Leader:
+    """What a gathering's leader needs of an agent; nobody is lost."""
+
+    worker_id = 0
+
+    def __init__(self):
+        self.codec = Codec()
+        self.service = Service(WorkerInfo("worker0", 0), self.codec, peer_of=lambda _: None)
+        self.network = self.work = self
+        self.answered = []
+
+    def watch_losses(self, callback):
+        self.lose = callback
+
+    def submit(self, work):
+        work()
+
+    def watch(self, worker):
+        pass  # whom a test wants to be lost, it loses
+
+    def name_of(self, worker):
+        return f"worker{worker}"
+
+    def is_lost(self, worker):
+        return True
+
+    def hear(self, source, value):
+        """A participant's request comes in."""
+        body = self.codec.encode((((0, 1, 2), 0), False, value), source).payload
+        frame = Frame(Kind.GATHER, 0, source, -1, -1, body, [])
+        self.service.serve(source, frame, self.send)
+
+    def send(self, kind, flags, call_id, context, message, body, buffers):
+        content = self.codec.decode(b"".join(body), buffers)
+        self.answered.append((call_id, content if kind is Kind.REPLY else content.text))
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations(range(3))])
+def test_the_leader_is_answered_last(order):
+    leader = Leader()
+    Gatherings(leader)
+    for worker in order:
+        assert leader.answered == []
+        leader.hear(worker, f"from {worker}")
+    everything = {worker: f"from {worker}" for worker in range(3)}
+    assert sorted(leader.answered) == [(worker, everything) for worker in range(3)]
+    assert leader.answered[-1][0] == 0
+
+
+def test_the_leader_is_told_last_that_a_worker_is_lost():
+    leader = Leader()
+    Gatherings(leader)
+    leader.hear(0, None)
+    leader.hear(1, None)
+    leader.lose(2, "killed")
+    text = "worker 'worker2' was lost before all workers had met"
+    assert leader.answered == [(1, text), (0, text)]
+
+
+def test_who_has_told_is_answered_though_its_thread_is_held_up(monkeypatch):
+    """The thread that heard of worker 1 stands still: the leader's must answer it."""
+    leader = Leader()
+    gatherings = Gatherings(leader)
+    proceed = gatherings._proceed
+    goes_on = threading.Event()
+    arrived = threading.Event()
+
+    def stand_still():
+        if threading.current_thread() is held:
+            arrived.set()
+            assert goes_on.wait(PATIENCE)
+        proceed()
+
+    monkeypatch.setattr(gatherings, "_proceed", stand_still)
+    held = threading.Thread(target=leader.hear, args=(1, None))
+    held.start()
+    assert arrived.wait(PATIENCE)
+    leader.hear(2, None)
+    leader.hear(0, None)
+    assert sorted(leader.answered[:2]) == [
+        (1, dict.fromkeys(range(3))),
+        (2, dict.fromkeys(range(3))),
+    ]
+    assert leader.answered[2][0] == 0
+    goes_on.set()
+    held.join(PATIENCE)
+    assert len(leader.answered) == 3
+
+
+def meet_and_end(rank, init_method, found):
+    """The leader's process ends as soon as it has what the others have told."""
+    sys.setswitchinterval(1e-6)  # its threads come in each other's way wherever they can
+    options = rpc.RpcOptions(init_method=init_method)
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=WORKERS, rpc_backend_options=options)
+    told = rpc._all_gather(rank)
+    if rank > 0:
+        found.send(told)
+    os._exit(0)
+
+
+@pytest.mark.parametrize("attempt", range(5))
+def test_a_leader_that_ends_at_once_has_answered_everybody(tmp_path, attempt):
+    lines = [processes.Pipe(duplex=False) for _ in range(WORKERS)]
+    group = [
+        processes.Process(target=meet_and_end, args=(rank, f"file://{tmp_path}/store", line[1]))
+        for rank, line in enumerate(lines)
+    ]
+    for process in group:
+        process.start()
+    for process in group:
+        process.join(PATIENCE)
+    assert [process.exitcode for process in group] == [0] * WORKERS
+    for here, _ in lines[1:]:
+        assert here.recv() == {f"worker{rank}": rank for rank in range(WORKERS)}
