@@ -50,11 +50,9 @@ AccumulateGrad: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-d
 _CURRENT_WAVE = "telegrad.autograd.wave"
 
 
-def enter_wave(wave: Any) -> Any:
-    """Makes `wave` the one that runs on this thread; returns the one before, to be given back."""
-    before = peek(_CURRENT_WAVE, None)
+def enter_wave(wave: Any) -> None:
+    """Makes `wave` the one that runs on this thread, until the one before is put back."""
     stash(_CURRENT_WAVE, wave)
-    return before
 
 
 def current_wave() -> Any:

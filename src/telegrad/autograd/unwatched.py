@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from telegrad.autograd.leaves import needs_grad_field
+from telegrad.autograd.grad_loans import needs_grad_field
 
 __all__ = ["Unwatched", "unwatched"]
 

@@ -30,7 +30,8 @@ import torch
 from torch._C._autograd import _profiler_enabled
 from torch.autograd.graph import GradientEdge
 
-from telegrad.autograd.leaves import Loans, add, adopt, needs_grad_field
+from telegrad.autograd.grad_loans import GradLoan, needs_grad_field
+from telegrad.autograd.leaves import add, adopt
 from telegrad.autograd.nodes import Received, RecvNode, current_wave, enter_wave, is_watched
 from telegrad.autograd.unwatched import unwatched
 from telegrad.autograd.walks import Graph
@@ -49,8 +50,6 @@ __all__ = [
     "catch",
     "new_edge",
 ]
-
-_loans = Loans()
 
 Entering: TypeAlias = dict[GradientEdge, torch.Tensor]
 """Gradients on their way into nodes."""
@@ -167,33 +166,37 @@ class Wave:
     ) -> tuple[list[Outgoing], list[LeafGradient]]:
         owner = self._owner
         handles: list[Any] = []
-        for node in self._leaves:
-            reached = functools.partial(self._leaf_reached, node)
-            handles.append(unwatched.register(node.register_prehook, reached))
-        for node in self._boundary:
-            reached = functools.partial(self._boundary_reached, node)
-            handles.append(unwatched.register(node.register_hook, reached))
-        before = _loans.borrow(self._borrowed()) if self._lent else []
-        wave_before = enter_wave(self)
+        loan = GradLoan() if self._lent else None
         lent: list[torch.Tensor | None] = []
+        wave_before = current_wave()
         try:
+            for node in self._leaves:
+                reached = functools.partial(self._leaf_reached, node)
+                handles.append(unwatched.register(node.register_prehook, reached))
+            for node in self._boundary:
+                reached = functools.partial(self._boundary_reached, node)
+                handles.append(unwatched.register(node.register_hook, reached))
+            if loan is not None:
+                loan.borrow(self._borrowed())
+            enter_wave(self)
             _run_engine(owner, entering, sinks)
         finally:
             enter_wave(wave_before)
             for handle in handles:
                 handle.remove()
-            if before:
-                lent = _loans.give_back(before)
+            if loan is not None:
+                lent = loan.give_back()
         entering.clear()  # what entered must not count as a reference to what came out
         found: list[LeafGradient] = []
         for node in self._found:
             found.append((node.variable, self._take(node), None))
-        for number, ((leaf, _), gradient) in enumerate(zip(before, lent, strict=True)):
-            if gradient is not None:
-                is_of_this_wave = number < len(self._lent)
-                replaced = None if is_of_this_wave else owner.lent[leaf]
-                found.append((leaf, gradient, replaced))
-                owner.lent[leaf] = gradient
+        if loan is not None:
+            for number, ((leaf, _), gradient) in enumerate(zip(loan.set_aside, lent, strict=True)):
+                if gradient is not None:
+                    is_of_this_wave = number < len(self._lent)
+                    replaced = None if is_of_this_wave else owner.lent[leaf]
+                    found.append((leaf, gradient, replaced))
+                    owner.lent[leaf] = gradient
         return self._outgoing, found
 
     def _borrowed(self) -> list[torch.Tensor]:
@@ -252,13 +255,13 @@ def _call_elsewhere(node: Any, entered: Sequence[torch.Tensor | None], create_gr
         try:
             with torch.set_grad_enabled(create_graph):
                 outcome.append(node(*entered))
-        except Exception as error:  # noqa: BLE001  raised again on the thread that asked
+        except BaseException as error:  # noqa: BLE001 - raised again on the thread that asked
             outcome.append(error)
 
     thread = threading.Thread(target=call, name="telegrad-edge")
     thread.start()
     thread.join()
-    if isinstance(outcome[0], Exception):
+    if isinstance(outcome[0], BaseException):
         raise outcome[0]
     return outcome[0] if isinstance(outcome[0], tuple) else (outcome[0],)
 
