@@ -19,7 +19,7 @@ import torch
 from certificates import Authority
 from telegrad import rpc
 from telegrad.errors import AuthenticationError, ProtocolError, SerializationError, WorkerLost
-from telegrad.rpc import current, network
+from telegrad.rpc import current, door
 from telegrad.testing.cluster import cluster, processes
 from telegrad.transport.base import ConnectionClosed
 from telegrad.transport.handshake import Identity, Purpose, answer, introduce
@@ -44,13 +44,13 @@ def until(condition):
 
 def own_address():
     """Where this process's worker listens by TCP."""
-    (listener,) = current.current().agent.network._listeners
-    host, _, port = listener.address.partition(":")[2].rpartition(":")
+    (address,) = current.current().agent.network._door.addresses
+    host, _, port = address.partition(":")[2].rpartition(":")
     return host, int(port)
 
 
 def strangers_here():
-    return len(current.current().agent.network._strangers)
+    return len(current.current().agent.network._door._strangers)
 
 
 def threads_here():
@@ -127,7 +127,7 @@ class TestStrangers:
     @pytest.fixture(autouse=True)
     def _quiet(self, group):
         """Complaints are said once: let each test hear its own."""
-        current.current().agent.network._complaints.clear()
+        current.current().agent.network._door._complaints.clear()
         assert rpc.rpc_sync("worker1", add, (1, 1)) == 2
         self.before = threads_here(), descriptors_here()
         yield
@@ -159,7 +159,7 @@ class TestStrangers:
 
     @pytest.mark.parametrize("drip", [False, True], ids=["silent", "a byte now and then"])
     def test_one_who_does_not_get_on_with_it_is_dismissed(self, caplog, monkeypatch, drip):
-        monkeypatch.setattr(network, "_HANDSHAKE_SECONDS", 0.3)
+        monkeypatch.setattr(door, "_HANDSHAKE_SECONDS", 0.3)
         begun = time.monotonic()
         with caplog.at_level(logging.WARNING, "telegrad"), knocking() as stranger:
             stranger.settimeout(0.02)
@@ -180,12 +180,12 @@ class TestStrangers:
         with contextlib.ExitStack() as stack:
             with caplog.at_level(logging.WARNING, "telegrad"):
                 crowd = [stack.enter_context(knocking()) for _ in range(200)]
-                until(lambda: strangers_here() == network._MOST_STRANGERS)
+                until(lambda: strangers_here() == door._MOST_STRANGERS)
                 # a friend who has to make new connections
                 rpc.rpc_sync("worker1", call_from_many_threads, ("worker0", 10))
             assert len(crowd) == 200
             self.before = self.before[0] + 12, self.before[1] + 12  # the friend's lanes stay
-            assert threads_here() <= self.before[0] + network._MOST_STRANGERS
+            assert threads_here() <= self.before[0] + door._MOST_STRANGERS
         assert len([r for r in caplog.records if "did not say who it is" in r.getMessage()]) == 1
 
     def test_nothing_is_unpickled_before_the_proof(self, tmp_path):
@@ -417,9 +417,7 @@ class TestGroups:
         tls = Authority(tmp_path).worker("worker")
         with cluster(3, transport="tcp", tls=tls):
             network_ = current.current().agent.network
-            assert [listener.address.partition(":")[0] for listener in network_._listeners] == [
-                "tls"
-            ]
+            assert [address.partition(":")[0] for address in network_._door.addresses] == ["tls"]
             large = torch.arange(1 << 20)
             assert torch.equal(rpc.rpc_sync("worker1", add, (large, 1)), large + 1)
             futures = [rpc.rpc_async("worker2", add, (large[:1000], i)) for i in range(100)]

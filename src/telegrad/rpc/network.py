@@ -1,22 +1,21 @@
 """The workers around this one: who they are, the connections to them, who is alive.
 
-Listens, lets in whoever proves the cluster's secret, connects to others at first use, and tells
-its watchers of every loss. What messages mean is not its business: it hands each one to `serve`,
-with the sender's id and a function that answers on the connection it came from.
+Listens at its `door`, connects to others at first use, and tells its watchers of every loss. What
+messages mean is not its business: it hands each one to `serve`, with the sender's id and a function
+that answers on the connection it came from.
 """
 
 from __future__ import annotations
 
-import collections
 import logging
 import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 from telegrad.errors import AuthenticationError, ProtocolError, TelegradError, WorkerLost
 from telegrad.rpc.clock import Clock
+from telegrad.rpc.door import Door
 from telegrad.rpc.multiplex import Multiplex
 from telegrad.rpc.options import RpcOptions
 from telegrad.rpc.peer import Peer
@@ -25,14 +24,8 @@ from telegrad.rpc.rendezvous import Directory, Record, address_towards, host_ide
 from telegrad.rpc.work_pool import WorkPool
 from telegrad.rpc.worker_info import WorkerInfo
 from telegrad.transport import shm
-from telegrad.transport.base import (
-    Connection,
-    ConnectionClosed,
-    Listener,
-    Transport,
-    TransportTimeout,
-)
-from telegrad.transport.handshake import Identity, Purpose, answer, introduce
+from telegrad.transport.base import Connection, ConnectionClosed, Transport, TransportTimeout
+from telegrad.transport.handshake import Identity, Purpose, introduce
 from telegrad.transport.inproc import InprocTransport
 from telegrad.transport.sockets import TcpTransport, UnixTransport
 from telegrad.wire.frames import Frame, Kind
@@ -47,16 +40,7 @@ Send = Callable[..., None]
 
 Serve = Callable[[int, Frame, Send], None]
 
-_HANDSHAKE_SECONDS = 5.0
-_MOST_STRANGERS = 64  # connections that have not proved themselves yet
 _TRIM_SECONDS = 1.0
-
-
-class _Stranger(NamedTuple):
-    """A connection that has not proved itself yet."""
-
-    connection: Connection
-    since: float
 
 
 class Network:
@@ -102,12 +86,10 @@ class Network:
         self._ids: dict[str, int] = {info.name: info.id}
         self._members_lock = threading.Lock()  # guards the three tables above
         self._loss_watchers: list[Callable[[int, str], None]] = []
-        self._listeners: list[Listener] = []
+        self._door = Door(info.name, secret, self._recognise, self._welcome, self._spawn)
         self._transports: dict[str, Transport] = {}
         self._threads: set[threading.Thread] = set()
         self._threads_lock = threading.Lock()  # guards the set above
-        self._strangers: collections.deque[_Stranger] = collections.deque()
-        self._complaints: set[str] = set()
         self._trimmed_at = 0.0
         self._is_closing = False
 
@@ -140,18 +122,17 @@ class Network:
             for scheme, transport in self._transports.items():
                 self._transports[scheme] = options.wrap_transport(transport)
         for transport in self._transports.values():
-            self._listeners.append(transport.listen())
+            self._door.add(transport.listen())
         return Record(
             name=self.info.name,
             id=self.info.id,
             incarnation=self.incarnation.hex(),
             host=self._host,
-            addresses=[listener.address for listener in self._listeners],
+            addresses=self._door.addresses,
         )
 
     def start(self) -> None:
-        for listener in self._listeners:
-            self._spawn("accept", partial(self._accept, listener))
+        self._door.open()
         self.clock.start()
 
     # -- members
@@ -316,53 +297,10 @@ class Network:
 
     # -- being connected to
 
-    def _accept(self, listener: Listener) -> None:
-        while True:
-            try:
-                connection = listener.accept()  # ends by a connection or listener.close()
-            except ConnectionClosed as error:
-                if self._is_closing:
-                    return
-                # Out of descriptors, say. The listener is still there: try again in a moment.
-                self._complain(f"a connection could not be accepted: {error}")
-                time.sleep(0.05)
-                continue
-            if self._is_closing:
-                connection.close()
-                return
-            stranger = _Stranger(connection, time.monotonic())
-            self._strangers.append(stranger)
-            if len(self._strangers) > _MOST_STRANGERS:
-                # Whoever is silent longest goes: a crowd of strangers cannot shut friends out.
-                self._dismiss_oldest()
-            try:
-                self._spawn("lane", partial(self._admit, stranger))
-            except RuntimeError as error:  # no thread to be had
-                self._complain(f"a connection could not be served: {error}")
-                self._forget(stranger)
-                connection.close()
-
-    def _dismiss_oldest(self) -> None:
-        try:
-            stranger = self._strangers.popleft()
-        except IndexError:
-            return  # it has proved itself, or left, in this moment
-        self._complain("refused a connection: it did not say who it is")
-        stranger.connection.interrupt()
-
-    def _forget(self, stranger: _Stranger) -> None:
-        try:
-            self._strangers.remove(stranger)
-        except ValueError:
-            pass  # it was dismissed
-
-    def _admit(self, stranger: _Stranger) -> None:
-        """Runs a connection that somebody opened to this worker, to its end."""
-        connection = stranger.connection
-        identity = self._identify(connection)
-        self._forget(stranger)
-        peer = None if identity is None else self._peers.get(identity.worker_id)
-        if identity is None or peer is None:
+    def _welcome(self, identity: Identity, connection: Connection) -> None:
+        """Runs a connection that another worker opened to this one, to its end."""
+        peer = self._peers.get(identity.worker_id)
+        if peer is None:
             connection.close()
             return
         peer.add(connection)
@@ -372,20 +310,6 @@ class Network:
             peer.adopt(self._new_multiplex(peer, connection))
         else:
             self._serve_lane(peer, connection)
-
-    def _identify(self, connection: Connection) -> Identity | None:
-        try:
-            # Ends in an identity or, at the latest, when the clock dismisses it.
-            identity = answer(connection, self._secret)
-            self._recognise(identity)
-            return identity
-        except (AuthenticationError, ProtocolError) as error:
-            self._complain(f"refused a connection: {error}")
-        except ConnectionClosed as error:
-            # One that said nothing just looked in: a port scan, or a check whether we are alive.
-            if connection.reads and not self._is_closing:
-                self._complain(f"refused a connection: it did not introduce itself ({error})")
-        return None
 
     def _recognise(self, identity: Identity) -> None:
         if identity.target_id != self.info.id or identity.target_incarnation != self.incarnation:
@@ -403,7 +327,7 @@ class Network:
         except (ConnectionClosed, TransportTimeout):
             pass  # the caller gave up on it, left or died; the multiplex knows which
         except ProtocolError as error:
-            self._complain(f"worker {peer.info.name!r} broke the protocol: {error}")
+            self._door.complain(f"worker {peer.info.name!r} broke the protocol: {error}")
         finally:
             peer.remove(lane)
             lane.close()
@@ -450,8 +374,7 @@ class Network:
     def _tick(self, now: float) -> None:
         self.work.tick()
         self._reception.tick(now)
-        while self._strangers and now - self._strangers[0].since > _HANDSHAKE_SECONDS:
-            self._dismiss_oldest()
+        self._door.tick(now)
         trims = now - self._trimmed_at > _TRIM_SECONDS
         for peer in self.peers():
             if peer.tick(now):
@@ -462,12 +385,6 @@ class Network:
             self._trimmed_at = now
             self._memory_pool.trim(now)
 
-    def _complain(self, text: str) -> None:
-        """Says it once: whoever knocks a thousand times must not fill the disk."""
-        if text not in self._complaints and len(self._complaints) < 1000:
-            self._complaints.add(text)
-            _log.warning("%s: %s (said once)", self.info.name, text)
-
     # -- ending
 
     def close(self, *, goodbye: bool, patience: float) -> None:
@@ -477,13 +394,10 @@ class Network:
             patience: seconds to wait for threads that are in a program's own code.
         """
         self._is_closing = True
-        for listener in self._listeners:
-            listener.close()
+        self._door.close()
         self.clock.stop()
         for peer in self.peers():
             peer.close(goodbye=goodbye)
-        for stranger in list(self._strangers):
-            stranger.connection.interrupt()
         self._reception.close()
         deadline = time.monotonic() + patience
         self.work.close(timeout=patience)

@@ -1,0 +1,155 @@
+"""Where others connect to this worker: lets in whoever proves the cluster's secret.
+
+A connection that has not proved itself yet is a stranger. It has a few seconds to do so, and there
+is room for some of them only, so whoever knocks and says nothing costs little and keeps no friend
+out.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+from telegrad.errors import AuthenticationError, ProtocolError
+from telegrad.transport.base import Connection, ConnectionClosed, Listener
+from telegrad.transport.handshake import Identity, answer
+
+__all__ = ["Door"]
+
+_log = logging.getLogger("telegrad.rpc")
+
+_HANDSHAKE_SECONDS = 5.0
+_MOST_STRANGERS = 64
+_MOST_COMPLAINTS = 1000
+
+
+class _Stranger(NamedTuple):
+    """A connection that has not proved itself yet."""
+
+    connection: Connection
+    since: float
+
+
+class Door:
+    """
+    Args:
+        name: this worker's, for what is logged.
+        recognise: checks that an identity, proved already, belongs here; raises `ProtocolError`.
+        welcome: runs a connection that was let in, to its end.
+        spawn: starts a thread, by the name of its role.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        secret: bytes,
+        recognise: Callable[[Identity], None],
+        welcome: Callable[[Identity, Connection], None],
+        spawn: Callable[[str, Callable[[], None]], None],
+    ) -> None:
+        self._name = name
+        self._secret = secret
+        self._recognise = recognise
+        self._welcome = welcome
+        self._spawn = spawn
+        self._listeners: list[Listener] = []
+        self._strangers: collections.deque[_Stranger] = collections.deque()
+        self._complaints: set[str] = set()
+        self._is_closing = False
+
+    def add(self, listener: Listener) -> None:
+        """One more way in, once the door is open."""
+        self._listeners.append(listener)
+
+    @property
+    def addresses(self) -> list[str]:
+        return [listener.address for listener in self._listeners]
+
+    def open(self) -> None:
+        for listener in self._listeners:
+            self._spawn("accept", partial(self._accept, listener))
+
+    def tick(self, now: float) -> None:
+        """Sends those away that have not said who they are in time."""
+        while self._strangers and now - self._strangers[0].since > _HANDSHAKE_SECONDS:
+            self._dismiss_oldest()
+
+    def close(self) -> None:
+        """Nobody else comes in, and whoever has not said who it is goes."""
+        self._is_closing = True
+        for listener in self._listeners:
+            listener.close()
+        for stranger in list(self._strangers):
+            stranger.connection.interrupt()
+
+    def complain(self, text: str) -> None:
+        """Says it once: whoever knocks a thousand times must not fill the disk."""
+        if text not in self._complaints and len(self._complaints) < _MOST_COMPLAINTS:
+            self._complaints.add(text)
+            _log.warning("%s: %s (said once)", self._name, text)
+
+    def _accept(self, listener: Listener) -> None:
+        while True:
+            try:
+                connection = listener.accept()  # ends by a connection or listener.close()
+            except ConnectionClosed as error:
+                if self._is_closing:
+                    return
+                # Out of descriptors, say. The listener is still there: try again in a moment.
+                self.complain(f"a connection could not be accepted: {error}")
+                time.sleep(0.05)
+                continue
+            stranger = _Stranger(connection, time.monotonic())
+            self._strangers.append(stranger)
+            if self._is_closing:  # asked when it can be seen there: nobody would dismiss it later
+                connection.close()
+                return
+            if len(self._strangers) > _MOST_STRANGERS:
+                # Whoever is silent longest goes: a crowd of strangers cannot shut friends out.
+                self._dismiss_oldest()
+            try:
+                self._spawn("lane", partial(self._admit, stranger))
+            except RuntimeError as error:  # no thread to be had
+                self.complain(f"a connection could not be served: {error}")
+                self._forget(stranger)
+                connection.close()
+
+    def _dismiss_oldest(self) -> None:
+        try:
+            stranger = self._strangers.popleft()
+        except IndexError:
+            return  # it has proved itself, or left, in this moment
+        self.complain("refused a connection: it did not say who it is")
+        stranger.connection.interrupt()
+
+    def _forget(self, stranger: _Stranger) -> None:
+        try:
+            self._strangers.remove(stranger)
+        except ValueError:
+            pass  # it was dismissed
+
+    def _admit(self, stranger: _Stranger) -> None:
+        identity = self._identify(stranger.connection)
+        self._forget(stranger)
+        if identity is None:
+            stranger.connection.close()
+        else:
+            self._welcome(identity, stranger.connection)
+
+    def _identify(self, connection: Connection) -> Identity | None:
+        try:
+            # Ends in an identity or, at the latest, when the clock dismisses it.
+            identity = answer(connection, self._secret)
+            self._recognise(identity)
+            return identity
+        except (AuthenticationError, ProtocolError) as error:
+            self.complain(f"refused a connection: {error}")
+        except ConnectionClosed as error:
+            # One that said nothing just looked in: a port scan, or a check whether we are alive.
+            if connection.reads and not self._is_closing:
+                self.complain(f"refused a connection: it did not introduce itself ({error})")
+        return None
