@@ -19,6 +19,9 @@ from torch._prims_common import is_non_overlapping_and_dense_or_false
 
 __all__ = ["add", "adopt"]
 
+_getrefcount = sys.getrefcount
+_strided = torch.strided
+
 
 def adopt(gradient: torch.Tensor, leaf: torch.Tensor, references: int) -> torch.Tensor:
     """The gradient, or a copy of it if it cannot be the context's own.
@@ -28,7 +31,14 @@ def adopt(gradient: torch.Tensor, leaf: torch.Tensor, references: int) -> torch.
     """
     counted: Any = gradient
     # Two references are our names, one the call of getrefcount.
-    is_ours = sys.getrefcount(gradient) <= references + 3 and counted._use_count() <= 1
+    is_ours = _getrefcount(gradient) <= references + 3 and counted._use_count() <= 1
+    if (
+        is_ours
+        and gradient.layout is _strided
+        and leaf.is_contiguous()
+        and gradient.stride() == leaf.stride()
+    ):
+        return gradient  # as most are
     if gradient.layout is torch.sparse_coo:
         is_whole = gradient._indices().is_contiguous() and gradient._values().is_contiguous()
         return gradient if is_ours and is_whole else gradient.clone()

@@ -75,7 +75,7 @@ class Agent:
             options,
             directory,
             self.service.serve,
-            self.service.is_quick,
+            self.service.function_in,
             self.service.name_of,
             self.service.has_called,
             partial(on_thread_start, self),

@@ -19,6 +19,7 @@ from telegrad.rpc.door import Door
 from telegrad.rpc.multiplex import Multiplex
 from telegrad.rpc.options import RpcOptions
 from telegrad.rpc.peer import Peer
+from telegrad.rpc.quick_functions import QuickFunctions
 from telegrad.rpc.reception import Reception
 from telegrad.rpc.rendezvous import Directory, Record, address_towards, host_identity
 from telegrad.rpc.work_pool import WorkPool
@@ -47,7 +48,7 @@ class Network:
     """
     Args:
         serve: runs a message that came from worker `source`, on a thread that it may block.
-        is_quick: whether a call is done so soon that waking a thread for it would take longer.
+        function_in: the name of the function that a message calls, or nothing.
         name_of: what a message asks for.
         has_called: whether what this thread has served last has called other workers itself.
         on_thread_start: runs first in each thread made here.
@@ -61,7 +62,7 @@ class Network:
         options: RpcOptions,
         directory: Directory,
         serve: Serve,
-        is_quick: Callable[[Frame], bool],
+        function_in: Callable[[Frame], bytes],
         name_of: Callable[[Frame], bytes],
         has_called: Callable[[], bool],
         on_thread_start: Callable[[], None],
@@ -72,7 +73,8 @@ class Network:
         self._options = options
         self._directory = directory
         self._serve = serve
-        self._is_quick = is_quick
+        self._function_in = function_in
+        self._quick = QuickFunctions()
         self._on_thread_start = on_thread_start
         self._host = host_identity()
         self._memory_pool = BufferPool()
@@ -347,10 +349,18 @@ class Network:
             peer.lose("it has shut down")
         elif frame.kind is Kind.PING:
             self.work.submit(partial(_pong, multiplex))
-        elif self._is_quick(frame):
-            self._serve(peer.info.id, frame, multiplex.send)
         else:
-            self.work.submit(partial(self._serve, peer.info.id, frame, multiplex.send))
+            name = self._function_in(frame)
+            run = partial(self._serve_timed, name, peer.info.id, frame, multiplex.send)
+            if self._quick.is_quick(name):
+                run()
+            else:
+                self.work.submit(run)
+
+    def _serve_timed(self, name: bytes, source: int, frame: Frame, send: Send) -> None:
+        begun = time.perf_counter()
+        self._serve(source, frame, send)
+        self._quick.ran(name, time.perf_counter() - begun)
 
     def _on_closed(self, peer: Peer, multiplex: Multiplex, reason: str) -> None:
         if not self._is_closing:

@@ -37,7 +37,7 @@ class QuickFunctions:
         return self._scores.get(name, 0) >= _TRUSTED
 
     def ran(self, name: bytes, seconds: float) -> None:
-        """A function took so long, with the unpacking of its arguments."""
+        """A function took so long, with the unpacking of its arguments and the answer."""
         score = self._scores.get(name)
         if score is None:
             if not name or len(self._scores) >= _MOST_NAMES:

@@ -47,6 +47,8 @@ _WINDOW = 64  # requests, from which it is seen whether it is crowded
 _BUSY = 0.85  # seconds of processor time in a second: for one thread, no more is to be had
 _TERM = 5.0  # seconds, after which a host that was so busy all the time gives up
 _STUCK_AFTER = 0.05
+_SAMPLE = 8  # requests at the host, of which one is judged
+_SUSPECTED = 16  # that are all judged, when one has stood out
 _POLL_EVERY = 4  # rounds: what comes by sockets must not wait until all mailboxes are empty
 
 Serve = Callable[[int, Frame, Callable[..., None]], None]
@@ -91,6 +93,10 @@ class _Desk:
         self._used = 0.0
         self._count = self._turns = 0
         self._busy_until_now = 0.0  # seconds without a window in which there was time left
+        # Judging takes as long as a small request. At the host, where all are thought to be short,
+        # one of several is judged, until one stands out.
+        self._unjudged = 0  # how many more may go by
+        self._suspicion = 0  # how many are judged without exception
 
     def serve(self, guest: _Guest, frame: Frame) -> None:
         self._serve(guest.source, frame, guest.lane.send)
@@ -102,11 +108,23 @@ class _Desk:
 
     def serve_and_judge(self, guest: _Guest, frame: Frame, *, is_host: bool) -> bool:
         """Serves a request; returns whether it is of a kind that is short."""
+        if is_host and self._unjudged:
+            self._unjudged -= 1
+            begun = time.perf_counter()
+            self.serve(guest, frame)
+            if time.perf_counter() - begun > _SHORT or self._has_called():
+                self._unjudged, self._suspicion = 0, _SUSPECTED
+            return True
         name = self._name_of(frame)  # now: serving takes it apart
         begun, used = time.perf_counter(), time.thread_time()
         self.serve(guest, frame)
         now, used = time.perf_counter(), time.thread_time() - used
-        self._count_in(guest, now, used)
+        stands_for = 1
+        if self._suspicion:
+            self._suspicion -= 1
+        elif is_host:
+            self._unjudged, stands_for = _SAMPLE - 1, _SAMPLE
+        self._count_in(guest, now, used, stands_for)
         times, more = _AT_HOST if is_host else _AMONG_OTHERS
         if self._has_called():
             used = math.inf
@@ -115,12 +133,12 @@ class _Desk:
         self._brief.ran(name, used)
         return self._brief.is_quick(name)
 
-    def _count_in(self, guest: _Guest, now: float, used: float) -> None:
-        self._used += used
-        self._count += 1
+    def _count_in(self, guest: _Guest, now: float, used: float, times: int) -> None:
+        self._used += times * used
+        self._count += times
         if guest is not self.last:
             self.last = guest
-            self._turns += 1
+            self._turns += times
         if self._count >= _WINDOW:
             least, most = _CROWDED
             elapsed = max(now - self._since, 1e-9)

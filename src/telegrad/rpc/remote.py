@@ -212,7 +212,6 @@ class RemoteReferences:
             entry.add_done_callback(lambda _: service.answer(source, frame, send, None))
         elif not is_method:
             service.answer(source, frame, send, None)
-        begun = time.perf_counter()
         try:
             with service.context_of(frame):
                 try:
@@ -224,7 +223,6 @@ class RemoteReferences:
                         service.answer(source, frame, send, None)
                 frame.buffers = []
                 value = func(*args, **kwargs)
-                service.quick.ran(name, time.perf_counter() - begun)
                 if hasattr(func, "_wrapped_async_rpc_function"):
                     checked_future(func, value).add_done_callback(partial(_fill, entry))
                     return

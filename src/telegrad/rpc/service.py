@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import struct
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -21,7 +21,6 @@ from telegrad.rpc.functions import checked_future
 from telegrad.rpc.network import Send
 from telegrad.rpc.outcome import pack_failure
 from telegrad.rpc.peer import Peer
-from telegrad.rpc.quick_functions import QuickFunctions
 from telegrad.rpc.seams import NO_CONTEXT, Handler, Recorder, Rescue
 from telegrad.rpc.worker_info import WorkerInfo
 from telegrad.transport.base import ConnectionClosed, TransportTimeout
@@ -54,7 +53,6 @@ class Service:
         """Hears of what functions raise here that others call; these are told in any case."""
         self.admit: Callable[[], None] = _nothing
         """Runs between the unpacking of a call and its function."""
-        self.quick = QuickFunctions()
         self.thread = _Thread()
         self._call_offsets: dict[Kind, int] = {}
         self._handlers: dict[Kind, Handler] = {}
@@ -104,17 +102,13 @@ class Service:
             elif frame.flags & Flags.CONVERSATION:
                 self._serve_conversation(source, frame, send)
             else:
-                begun = time.perf_counter()
                 if frame.context_id == NO_CONTEXT or self.recorder is None:
                     value, deferred = self._run(source, frame)
                 else:
                     with self.recorder.enter(frame.context_id):
                         value, deferred = self._run(source, frame)
-                took = time.perf_counter() - begun
                 if deferred is None:
                     self.answer(source, frame, send, value)
-                if frame.kind is Kind.CALL:
-                    self.quick.ran(name_in(frame.body, 0)[0], took)
         except BaseException as error:  # noqa: BLE001 - whatever a function raises is its caller's
             self.answer_failure(source, frame, send, error)
         finally:
@@ -160,17 +154,17 @@ class Service:
         """Whether what this thread has served last has called other workers."""
         return self.thread.has_called
 
-    def is_quick(self, frame: Frame) -> bool:
-        if frame.kind is not Kind.CALL and frame.kind not in self._call_offsets:
-            return False
-        return self.quick.is_quick(self.name_of(frame))
-
     def name_of(self, frame: Frame) -> bytes:
         """What a message asks for: the function that it calls, or else its kind."""
-        kind = frame.kind
-        offset = 0 if kind is Kind.CALL else self._call_offsets.get(kind)
+        if frame.kind is not Kind.CALL and frame.kind not in self._call_offsets:
+            return b"\0%d" % frame.kind
+        return self.function_in(frame)
+
+    def function_in(self, frame: Frame) -> bytes:
+        """The name of the function that a message calls; empty if it has none, or calls none."""
+        offset = 0 if frame.kind is Kind.CALL else self._call_offsets.get(frame.kind)
         if offset is None:
-            return b"\0%d" % kind
+            return b""
         try:
             if frame.flags & Flags.RIDER:
                 offset += rider_size(frame.body)
@@ -293,8 +287,8 @@ class Service:
 
     def work_counts(self) -> tuple[int, int]:
         """How many messages have been begun and ended here, ever."""
-        ended = self._ended.count  # read first: what ends in between must not look unbegun
-        return self._begun.count, ended
+        ended = self._ended.look()  # read first: what ends in between must not look unbegun
+        return self._begun.look(), ended
 
 
 class _Thread(threading.local):
@@ -306,17 +300,20 @@ class _Thread(threading.local):
 
 
 class _Tally:
-    """A count that any thread may add to."""
+    """A count that any thread may add to, in one step of the interpreter and without a lock."""
 
-    __slots__ = ("_lock", "count")
+    __slots__ = ("_lock", "_looks", "add")
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.count = 0
+        self.add = itertools.count().__next__
+        self._looks = 0
+        self._lock = threading.Lock()  # guards the number of looks
 
-    def add(self) -> None:
+    def look(self) -> int:
         with self._lock:
-            self.count += 1
+            count = self.add() - self._looks  # each look has added one itself
+            self._looks += 1
+            return count
 
 
 def _nothing() -> None:
