@@ -148,7 +148,7 @@ class LocalPass:
                     return _pass_through(entering), []
                 if can_catch(graph):
                     return catch(self, graph, entering)
-                return Wave(self, leaves, NO_BOUNDARY).run(entering, ())
+                return Wave(self, graph.nodes, leaves, NO_BOUNDARY).run(entering, ())
         frontier = self._settle_arrivals()
         ready, boundary = frontier.advance()
         if boundary:
@@ -164,7 +164,7 @@ class LocalPass:
             if boundary:
                 asked = [node for node in ready if type(node) is RecvNode]
                 sinks = tuple(GradientEdge(node, 0) for node in (*asked, *leaves, *boundary))
-            outgoing, found = Wave(self, leaves, boundary).run(entering, sinks)
+            outgoing, found = Wave(self, ready, leaves, boundary).run(entering, sinks)
             if boundary:  # free leaves that were held below it have got gradients by hand
                 _, held = self._take_ready(frontier, ())
                 for key, gradient in held.items():

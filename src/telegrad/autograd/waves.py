@@ -23,18 +23,27 @@ from __future__ import annotations
 import functools
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch._C._autograd import _profiler_enabled
 from torch.autograd.graph import GradientEdge
 
+from telegrad.autograd.checkpoints import Checkpoints
 from telegrad.autograd.grad_loans import GradLoan, needs_grad_field
 from telegrad.autograd.leaves import add, adopt
-from telegrad.autograd.nodes import Received, RecvNode, current_wave, enter_wave, is_watched
+from telegrad.autograd.nodes import (
+    AccumulateGrad,
+    Received,
+    RecvNode,
+    current_wave,
+    enter_wave,
+    is_watched,
+)
 from telegrad.autograd.unwatched import unwatched
 from telegrad.autograd.walks import Graph
+from telegrad.errors import BackwardError
 from telegrad.threads import heed_num_threads
 
 if TYPE_CHECKING:
@@ -89,16 +98,18 @@ def can_catch(graph: Graph) -> bool:
     leaves, recvs = graph.leaves, graph.recvs
     if len(graph.nodes) > _MOST_NODES_FOR_AN_END * (len(leaves) + len(recvs)):
         return False
-    kinds = set(map(type, graph.nodes))
     return (
-        (kinds <= _kinds_of_torch or _are_all_of_torch(kinds))
+        _all_of_torch(set(map(type, graph.nodes)))
         and not any(map(is_watched, recvs))
         and unwatched.include_all(leaves)
         and not _profiler_enabled()
     )
 
 
-def _are_all_of_torch(kinds: set[type]) -> bool:
+def _all_of_torch(kinds: set[type]) -> bool:
+    """Whether nodes of these types are known, and none is a function that a program has made."""
+    if kinds <= _kinds_of_torch:
+        return True
     for kind in kinds:
         if issubclass(kind, _BackwardCFunction) and kind is not RecvNode:
             return False
@@ -142,12 +153,27 @@ def catch(
 class Wave:
     """One call of torch's engine."""
 
-    __slots__ = ("_boundary", "_found", "_leaves", "_lent", "_outgoing", "_owner")
+    __slots__ = (
+        "_boundary",
+        "_found",
+        "_handles",
+        "_leaves",
+        "_lent",
+        "_nodes",
+        "_outgoing",
+        "_owner",
+        "_watched",
+    )
 
     def __init__(
-        self, owner: LocalPass, leaves: Sequence[Any], boundary: Mapping[Any, set[Any]]
+        self,
+        owner: LocalPass,
+        nodes: Collection[Any],
+        leaves: Sequence[Any],
+        boundary: Mapping[Any, set[Any]],
     ) -> None:
         self._owner = owner
+        self._nodes = nodes
         self._boundary = boundary
         self._leaves = leaves
         self._lent: Sequence[Any] = ()
@@ -158,6 +184,8 @@ class Wave:
             ]
             if self._lent:
                 self._leaves = [node for node in leaves if node not in self._lent]
+        self._watched: set[Any] = set()
+        self._handles: list[Any] = []
         self._found: dict[Any, torch.Tensor] = {}
         self._outgoing: list[Outgoing] = []
 
@@ -165,24 +193,30 @@ class Wave:
         self, entering: Entering, sinks: tuple[GradientEdge, ...]
     ) -> tuple[list[Outgoing], list[LeafGradient]]:
         owner = self._owner
-        handles: list[Any] = []
         loan = GradLoan() if self._lent else None
         lent: list[torch.Tensor | None] = []
+        checkpoints = Checkpoints(self._found_inside)
         wave_before = current_wave()
         try:
             for node in self._leaves:
-                reached = functools.partial(self._leaf_reached, node)
-                handles.append(unwatched.register(node.register_prehook, reached))
+                self._watch(node)
             for node in self._boundary:
                 reached = functools.partial(self._boundary_reached, node)
-                handles.append(unwatched.register(node.register_hook, reached))
+                self._handles.append(unwatched.register(node.register_hook, reached))
+            if not sinks and not _all_of_torch(set(map(type, self._nodes))):
+                checkpoints.attend(self._nodes)
+                if not checkpoints:
+                    # Others that run a pass inside of theirs, and were made with care, refuse to
+                    # where not all gradients are asked for: these would end in `.grad`.
+                    sinks = self._ends()
             if loan is not None:
                 loan.borrow(self._borrowed())
             enter_wave(self)
             _run_engine(owner, entering, sinks)
         finally:
             enter_wave(wave_before)
-            for handle in handles:
+            checkpoints.leave()
+            for handle in self._handles:
                 handle.remove()
             if loan is not None:
                 lent = loan.give_back()
@@ -198,6 +232,27 @@ class Wave:
                     found.append((leaf, gradient, replaced))
                     owner.lent[leaf] = gradient
         return self._outgoing, found
+
+    def _ends(self) -> tuple[GradientEdge, ...]:
+        kinds = (AccumulateGrad, RecvNode)
+        return tuple(new_edge((node, 0, None)) for node in self._nodes if type(node) in kinds)
+
+    def _watch(self, node: Any) -> None:
+        self._watched.add(node)
+        reached = functools.partial(self._leaf_reached, node)
+        self._handles.append(unwatched.register(node.register_prehook, reached))
+
+    def _found_inside(self, node: Any) -> None:
+        """A checkpoint's inner pass will come to this leaf."""
+        if needs_grad_field(node.variable, torch.distributed.is_initialized()):
+            raise BackwardError(
+                "a reentrant checkpoint uses a parameter whose hooks look for its gradient in "
+                "`.grad` (those of DistributedDataParallel or register_post_accumulate_grad_hook), "
+                "which is not supported in a distributed backward pass: use "
+                "checkpoint(..., use_reentrant=False)"
+            )
+        if node not in self._watched:
+            self._watch(node)
 
     def _borrowed(self) -> list[torch.Tensor]:
         """The leaves of this wave whose `.grad` is needed, and those of earlier waves: when the
