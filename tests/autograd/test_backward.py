@@ -325,6 +325,28 @@ def test_an_error_in_the_callers_first_wave_is_raised_as_it_is(engine, context, 
         engine.backward(context.id, [Faulty.apply(torch.rand(2, requires_grad=True)).sum()])
 
 
+@pytest.mark.parametrize("worker", [0, 1])
+def test_what_came_in_another_context_is_refused(cluster, engine, context, worker):
+    x = torch.rand(2, requires_grad=True)
+    kept = []
+
+    def keep(y):
+        kept.append(y * 2)
+        return kept[0]
+
+    y = cluster.call(0, 1, keep, x)
+    engine.release(context.id)
+    other = engine.new()
+    root = y.sum() if worker == 0 else cluster.call(0, 1, lambda: kept[0] * 3).sum()
+    cluster.call(0, 1, torch.sin, x)  # the other worker knows the new context as well
+    text = f"the pass of context {other.id} came to a tensor that was received in another context"
+    with pytest.raises(BackwardError, match=text):
+        engine.backward(other.id, [root])
+    engine.release(other.id)
+    cluster.settle()
+    assert [e.debug_info()["num_current_backward_passes"] for e in cluster.engines] == [0] * 4
+
+
 def test_a_worker_lost_before_backward_fails_it_at_once(cluster, engine, context):
     x = torch.rand(3, requires_grad=True)
     loss = cluster.call(0, 1, torch.sin, x).sum()

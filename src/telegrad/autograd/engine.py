@@ -40,7 +40,7 @@ from telegrad.autograd.passes import (
 )
 from telegrad.autograd.registry import ContextRegistry
 from telegrad.autograd.waves import Outgoing
-from telegrad.errors import TelegradError, WorkerLost
+from telegrad.errors import BackwardError, TelegradError, WorkerLost
 from telegrad.ids import WorkerCounter, worker_of
 from telegrad.rpc.conversation import Interruption
 from telegrad.rpc.seams import Messenger
@@ -280,6 +280,12 @@ class AutogradEngine(ContextRegistry):
             elif arrival.live is not None:
                 local.strike_off_all_but(arrival.live)
         outgoing, found = local.run()
+        for message in outgoing:
+            if message.received.message_id not in live.context.recvs:
+                raise BackwardError(
+                    f"the pass of context {live.context.id} came to a tensor that was received in "
+                    "another context: gradients go back only in the context that it came in"
+                )
         if found:
             live.context.add_gradients(found, create_graph=live.create_graph)
         return outgoing
