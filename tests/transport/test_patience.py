@@ -61,6 +61,46 @@ def test_one_thread_of_a_process_looks_at_a_time():
     assert inner.looks == 0
 
 
+class Busy:
+    """A processor that others use for most of the time, at every look."""
+
+    def __init__(self, monkeypatch, turn):
+        self.now = 0.0
+        self.turn = turn
+        monkeypatch.setattr(patience, "_now", lambda: self.now)
+        monkeypatch.setattr(patience, "_give_way", self._give_way)
+
+    def _give_way(self):
+        self.now += self.turn
+
+
+def test_time_that_others_had_does_not_count(monkeypatch):
+    busy = Busy(monkeypatch, turn=2e-3)
+    assert Patience(0.5e-3).look(lambda: busy.now > 3e-3)
+
+
+def test_time_without_others_counts(monkeypatch):
+    busy = Busy(monkeypatch, turn=10e-6)
+    assert not Patience(0.5e-3).look(lambda: busy.now > 0.6e-3)
+
+
+def test_looking_ends_however_busy_others_are(monkeypatch):
+    busy = Busy(monkeypatch, turn=1e-3)
+    assert not Patience(0.5e-3).look(lambda: False)
+    assert busy.now <= (patience._LONGEST + 2) * 0.5e-3
+
+
+def test_one_thread_does_not_look_for_long_if_another_would_like_to(monkeypatch):
+    busy = Busy(monkeypatch, turn=1e-3)
+
+    def is_there():
+        Patience(0.5e-3).look(lambda: True)  # as another thread would
+        return False
+
+    assert not Patience(0.5e-3).look(is_there)
+    assert busy.now == 1e-3
+
+
 def test_nobody_looks_without_a_window_or_a_second_processor(monkeypatch):
     nothing = Nothing()
     assert not Patience(0.0).look(nothing)

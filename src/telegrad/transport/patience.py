@@ -14,6 +14,11 @@ Looking costs processor time, so it is done only where it pays:
   connection trusts it less, and then leaves it for ever longer stretches; a connection whose calls
   take milliseconds soon looks once in a few hundred waits.
 - giving way at every look (`sched_yield`) to whoever else wants the processor.
+
+Time that others had meanwhile does not count: it cost nobody anything, and whoever goes to sleep
+has to be woken, by a worker that is busy enough as it is. Three trainers and a server on two
+processors are 4 % faster by that. But a thread does not look for longer than a window if another
+one of its process would like to.
 """
 
 from __future__ import annotations
@@ -27,11 +32,15 @@ __all__ = ["DEFAULT_WINDOW", "Patience"]
 
 DEFAULT_WINDOW = 500e-6
 
+_LONGEST = 8  # windows, with the time in between that others had
+_TURN = 20e-6  # seconds, after which others must have had the processor
+
 _MOST_TRUST = 8
 _FIRST_REST = 8
 _LONGEST_REST = 512
 
 _looking = threading.Lock()  # held by the one thread of this process that looks
+_turned_away = 0  # how often others wanted to; one lost between threads is no matter
 _now = time.perf_counter
 _give_way: Callable[[], object] = getattr(os, "sched_yield", lambda: None)
 
@@ -69,13 +78,22 @@ class Patience:
             self._resting -= 1
             return False
         if not _looking.acquire(blocking=False):
+            global _turned_away
+            _turned_away += 1
             return False
         try:
-            end = _now() + self._window
+            turned_away = _turned_away
+            now = _now()
+            end = now + self._window
+            latest = now + _LONGEST * self._window
             while not is_there():
-                if _now() > end:
-                    break
+                before = now
                 _give_way()
+                now = _now()
+                if now - before > _TURN and turned_away == _turned_away:
+                    end = min(end + now - before, latest)
+                if now > end:
+                    break
             else:
                 if self._trust < _MOST_TRUST:
                     self._trust += 1
