@@ -33,19 +33,19 @@ _PIECE = struct.Struct("<BI")
 class Interruption:
     """Lets another thread end a wait on a descriptor. Costs nothing until somebody really waits."""
 
-    __slots__ = ("_descriptor", "_is_interrupted", "_lock", "_pollers")
+    __slots__ = ("_descriptors", "_is_interrupted", "_lock", "_pollers")
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards what follows: a closed descriptor's number may be
-        self._descriptor = -1  # somebody else's
+        self._descriptors: list[int] = []  # somebody else's; there is one at most
         self._is_interrupted = False
         self._pollers: dict[int, select.poll] = {}  # a pass mostly waits on the same few lanes
 
     def interrupt(self) -> None:
         with self._lock:
             self._is_interrupted = True
-            if self._descriptor >= 0:
-                os.eventfd_write(self._descriptor, 1)
+            for descriptor in self._descriptors:
+                os.eventfd_write(descriptor, 1)
 
     def wait_for(self, descriptor: int) -> bool:
         """Waits until `descriptor` can be read or has ended; False if interrupted before."""
@@ -54,20 +54,19 @@ class Interruption:
             poller = self._pollers[descriptor] = select.poll()
             poller.register(descriptor, select.POLLIN)
             with self._lock:
-                if self._descriptor < 0:
-                    self._descriptor = os.eventfd(
-                        int(self._is_interrupted), os.EFD_NONBLOCK | os.EFD_CLOEXEC
-                    )
-            poller.register(self._descriptor, select.POLLIN)
+                if not self._descriptors:
+                    # Made and noted in one step: Ctrl-C in between would lose it.
+                    start, flags = int(self._is_interrupted), os.EFD_NONBLOCK | os.EFD_CLOEXEC
+                    self._descriptors.extend(map(os.eventfd, (start,), (flags,)))
+            poller.register(self._descriptors[0], select.POLLIN)
         return any(ready == descriptor for ready, _ in poller.poll())
 
     def close(self) -> None:
         if not self._pollers:
             return  # nobody has waited
         with self._lock:
-            if self._descriptor >= 0:
-                os.close(self._descriptor)
-                self._descriptor = -1
+            while self._descriptors:
+                os.close(self._descriptors.pop())
 
 
 class Conversation:
