@@ -87,12 +87,15 @@ def call(lane, function=b"who", number=0):
     return frame.body.decode()
 
 
-def move_in(lanes):
-    """Calls until all lanes are served by the host. Each moves when its thread has found nothing
-    to do for a moment, which may take a while where there are few processors."""
+def move_in(worker, lanes):
+    """Calls until all lanes are served by the host, and it is idle. Each moves when its thread has
+    found nothing to do for a moment, which may take a while where there are few processors."""
     end = time.monotonic() + PATIENCE
     while [call(lane) for lane in lanes] != ["host"] * len(lanes):
         assert time.monotonic() < end
+    while worker.reception._host._busy_since:  # the answer leaves before it is done
+        assert time.monotonic() < end
+        time.sleep(0.0005)
 
 
 def call_in_turn(lanes, times=20):
@@ -125,7 +128,7 @@ def worker(request, crowded):
 @pytest.mark.parametrize("mailbox", [False, True], ids=["sockets", "mailboxes"])
 def test_lanes_move_to_one_thread_where_it_is_crowded(worker, mailbox):
     lanes = [worker.lane(mailbox=mailbox) for _ in range(4)]
-    move_in(lanes)
+    move_in(worker, lanes)
     assert sum(thread.name == "host" for thread in worker.threads) == 1
     for number in range(200):
         assert call(lanes[number * 7 % 4], number=number) == "host"
@@ -139,30 +142,30 @@ def test_a_lane_alone_stays_with_its_thread():
 
 def test_a_request_that_is_not_short_goes_to_the_lanes_own_thread(worker):
     lanes = [worker.lane() for _ in range(3)]
-    move_in(lanes)
+    move_in(worker, lanes)
     assert call(lanes[1], b"slow") == "own1"
     assert call(lanes[0]) == call(lanes[2]) == "host"
     assert call(lanes[1]) == "own1"
-    move_in(lanes)
+    move_in(worker, lanes)
 
 
 def test_all_lanes_may_leave_and_come_back(worker):
     lanes = [worker.lane() for _ in range(2)]
     for _ in range(3):
-        move_in(lanes)
+        move_in(worker, lanes)
         assert [call(lane, b"slow") for lane in lanes] == ["own0", "own1"]
 
 
 def test_a_large_request_goes_to_the_lanes_own_thread(worker):
     lanes = [worker.lane() for _ in range(2)]
-    move_in(lanes)
+    move_in(worker, lanes)
     assert call(lanes[0], bytes(1 << 20)) == "own0"
     assert call(lanes[1]) == "host"
 
 
 def test_a_post_gets_its_receipt(worker):
     lanes = [worker.lane() for _ in range(2)]
-    move_in(lanes)
+    move_in(worker, lanes)
     for number in range(10):
         lanes[0].send(Kind.CALL, Flags.NO_ANSWER, number, body=[b"who"])
         frame = lanes[0].receive()
@@ -171,7 +174,7 @@ def test_a_post_gets_its_receipt(worker):
 
 def test_a_lane_that_ends_leaves_the_others_alone(worker):
     lanes = [worker.lane() for _ in range(3)]
-    move_in(lanes)
+    move_in(worker, lanes)
     lanes[1].interrupt()
     own = next(thread for thread in worker.threads if thread.name == "own1")
     own.join(PATIENCE)
@@ -181,7 +184,7 @@ def test_a_lane_that_ends_leaves_the_others_alone(worker):
 
 def test_a_lane_that_breaks_the_protocol_ends(worker):
     lanes = [worker.lane() for _ in range(2)]
-    move_in(lanes)
+    move_in(worker, lanes)
     lanes[0]._socket.sendall(bytes(100))
     own = next(thread for thread in worker.threads if thread.name == "own0")
     with pytest.raises(ConnectionClosed):
@@ -193,11 +196,11 @@ def test_a_lane_that_breaks_the_protocol_ends(worker):
 
 def test_a_host_that_is_stuck_gives_all_lanes_back(worker):
     lanes = [worker.lane() for _ in range(3)]
-    move_in(lanes)
+    move_in(worker, lanes)
     lanes[0].send(Kind.CALL, 0, 1, body=[b"wait"])
-    lanes[1].send(Kind.CALL, 0, 2, body=[b"who"])
     while not worker.reception._host._busy_since:
         time.sleep(0.001)
+    lanes[1].send(Kind.CALL, 0, 2, body=[b"who"])
     begun = worker.reception._host._busy_since
     worker.reception.tick(begun + 0.9 * reception._STUCK_AFTER)
     assert not lanes[1].poll()  # it is not stuck yet
@@ -207,12 +210,12 @@ def test_a_host_that_is_stuck_gives_all_lanes_back(worker):
     worker.let_go.set()
     assert lanes[0].receive().body == b"host"
     assert call(lanes[0]) == "own0"
-    move_in(lanes)
+    move_in(worker, lanes)
 
 
 def test_closing_does_not_wait_for_a_host_that_is_stuck(worker):
     lanes = [worker.lane() for _ in range(3)]
-    move_in(lanes)
+    move_in(worker, lanes)
     lanes[0].send(Kind.CALL, 0, 1, body=[b"wait"])
     while not worker.reception._host._busy_since:
         time.sleep(0.001)
@@ -233,14 +236,14 @@ def test_nobody_moves_in_once_it_is_closed(worker):
 
 def test_a_host_that_is_closed_serves_nothing_any_more(worker):
     lanes = [worker.lane() for _ in range(2)]
-    move_in(lanes)
+    move_in(worker, lanes)
     worker.reception.close()
     assert [call(lane) for lane in lanes] == ["own0", "own1"]
 
 
 def test_a_host_that_fails_gives_all_lanes_back(worker, monkeypatch):
     lanes = [worker.lane() for _ in range(2)]
-    move_in(lanes)
+    move_in(worker, lanes)
     with monkeypatch.context() as patch:
         patch.setattr(threading, "excepthook", lambda _: None)
         patch.setattr(reception._Desk, "is_short", lambda self, frame: 1 / 0)
@@ -273,7 +276,7 @@ def test_without_descriptors_for_a_host_lanes_stay(worker, monkeypatch):
 
 def test_a_lane_is_alone_again_when_the_host_has_ended(worker, monkeypatch):
     lanes = [worker.lane() for _ in range(2)]
-    move_in(lanes)
+    move_in(worker, lanes)
     lanes[1].interrupt()
     call(lanes[0], b"slow")
     host = worker.reception._host
@@ -428,7 +431,7 @@ def test_a_host_with_time_left_stays(judged):
 
 def test_lanes_come_back_to_a_new_host_when_one_has_given_up(worker, monkeypatch):
     lanes = [worker.lane() for _ in range(3)]
-    move_in(lanes)
+    move_in(worker, lanes)
     first = worker.reception._host
     with monkeypatch.context() as patch:
         patch.setattr(worker.reception._desk, "begin_anew", lambda: True)
@@ -437,4 +440,4 @@ def test_lanes_come_back_to_a_new_host_when_one_has_given_up(worker, monkeypatch
         while not first.is_over:
             time.sleep(0.001)
         assert call_in_turn(lanes) == ["own0", "own1", "own2"]
-    move_in(lanes)
+    move_in(worker, lanes)
