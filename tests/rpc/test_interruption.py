@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import dis
 import os
-import sys
 import threading
 
+from interrupting import CtrlC
 from telegrad.rpc.conversation import Interruption
 
 PATIENCE = 20.0
@@ -55,38 +54,6 @@ def test_after_the_end_an_interruption_does_nothing():
         interruption.close()
 
 
-class CtrlC:
-    """Raises KeyboardInterrupt in a function, at the n-th of the steps at which the interpreter
-    heeds signals: when a call has returned, say, and its result has not been stored."""
-
-    def __init__(self, function, step):
-        self._code = function.__code__
-        self._steps_left = step
-        self._last = ""
-
-    def __enter__(self):
-        sys.settrace(self._enter)
-        return self
-
-    def __exit__(self, *_):
-        sys.settrace(None)
-
-    def _enter(self, frame, event, argument):
-        if frame.f_code is not self._code:
-            return None
-        frame.f_trace_opcodes = True
-        return self._step
-
-    def _step(self, frame, event, argument):
-        if event == "opcode":
-            if self._last.startswith(("RESUME", "CALL", "JUMP_BACKWARD")):
-                self._steps_left -= 1
-                if self._steps_left == 0:
-                    raise KeyboardInterrupt
-            self._last = dis.opname[frame.f_code.co_code[frame.f_lasti]]
-        return self._step
-
-
 def test_ctrl_c_at_any_step_loses_no_descriptor():
     step = interrupted = 0
     before = descriptors()
@@ -96,7 +63,7 @@ def test_ctrl_c_at_any_step_loses_no_descriptor():
         while step == interrupted:
             step += 1
             interruption = Interruption()
-            with CtrlC(Interruption.wait_for, step):
+            with CtrlC({Interruption.wait_for.__code__: None}, step):
                 try:
                     interruption.wait_for(reader)
                 except KeyboardInterrupt:
