@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from autograd_cluster import Cluster
@@ -158,6 +161,41 @@ def test_a_failing_function_leaves_the_checkpoint_as_it_was(leaves, backward):
     assert torch.equal(found[x], w)
     assert torch.equal(found[w], x)
     checkpointed = y.grad_fn.next_functions[0][0]
+    assert checkpointed.run_function is function
+
+
+def test_passes_of_two_contexts_through_one_checkpoint_at_the_same_time(leaves, backward):
+    x, w, *_ = leaves
+
+    def function(x):
+        return x * w
+
+    scaled = again(function, x * 1) * 1
+    both_are_in, first_is_over = threading.Barrier(2, timeout=30), threading.Event()
+    came = []
+
+    def before_the_checkpoint(gradient):
+        came.append(gradient)
+        is_first = len(came) == 1
+        both_are_in.wait()
+        if not is_first:
+            assert first_is_over.wait(30)
+
+    scaled.register_hook(before_the_checkpoint)
+    y = scaled.sum()
+
+    def run():
+        found = backward(y, retain_graph=True)
+        first_is_over.set()
+        return found
+
+    with ThreadPoolExecutor(2) as threads:
+        for future in [threads.submit(run), threads.submit(run)]:
+            found = future.result()
+            assert torch.equal(found[x], w)
+            assert torch.equal(found[w], x)
+    assert w.grad is None
+    checkpointed = scaled.grad_fn.next_functions[0][0]
     assert checkpointed.run_function is function
 
 

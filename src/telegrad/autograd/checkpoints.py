@@ -9,19 +9,40 @@ is in.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import CheckpointFunction
 
+from telegrad.autograd.nodes import current_wave
 from telegrad.autograd.walks import walk
 
 __all__ = ["CheckpointNode", "Checkpoints"]
 
 CheckpointNode: Any = CheckpointFunction._backward_cls
 """The type of a reentrant checkpoint's node."""
+
+_attending = threading.Lock()  # guards the functions of all nodes, and who attends to them
+
+
+class _Attended:
+    """Stands in for the function of a checkpoint. Waves of several contexts, and plain backward
+    calls, may run through one node at the same time; each is cared for by its own wave."""
+
+    __slots__ = ("carers", "function")
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.carers: dict[Any, Checkpoints] = {}  # by their waves
+
+    def __call__(self, *inputs: Any) -> Any:
+        outputs = self.function(*inputs)
+        carer = self.carers.get(current_wave())
+        if carer is not None:
+            carer.has_run_again(inputs, outputs)
+        return outputs
 
 
 class Checkpoints:
@@ -32,27 +53,35 @@ class Checkpoints:
             some more than once.
     """
 
-    def __init__(self, on_leaf: Callable[[Any], None]) -> None:
+    def __init__(self, wave: object, on_leaf: Callable[[Any], None]) -> None:
+        self._wave = wave
         self._on_leaf = on_leaf
-        self._functions: list[tuple[Any, Callable[..., Any]]] = []
+        self._nodes: list[Any] = []
 
     def attend(self, nodes: Iterable[Any]) -> None:
         """From now on, until `leave`, the checkpoints among these nodes are cared for."""
         for node in nodes:
             if type(node) is CheckpointNode:
-                function = node.run_function
-                self._functions.append((node, function))
-                node.run_function = partial(self._run_again, function)
+                self._nodes.append(node)
+                with _attending:
+                    if type(node.run_function) is not _Attended:
+                        node.run_function = _Attended(node.run_function)
+                    node.run_function.carers[self._wave] = self
 
     def __bool__(self) -> bool:
-        return bool(self._functions)
+        return bool(self._nodes)
 
     def leave(self) -> None:
-        for node, function in self._functions:
-            node.run_function = function
+        for node in self._nodes:
+            with _attending:
+                attended = node.run_function
+                if type(attended) is _Attended:
+                    attended.carers.pop(self._wave, None)
+                    if not attended.carers:
+                        node.run_function = attended.function
 
-    def _run_again(self, function: Callable[..., Any], *inputs: Any) -> Any:
-        outputs = function(*inputs)
+    def has_run_again(self, inputs: Iterable[Any], outputs: Any) -> None:
+        """The function of a checkpoint has, and the pass through what came out is to begin."""
         tensors = outputs if isinstance(outputs, tuple | list) else (outputs,)
         edges = [
             torch.autograd.graph.get_gradient_edge(tensor)
@@ -65,4 +94,3 @@ class Checkpoints:
             if id(node.variable) not in given:
                 self._on_leaf(node)
         self.attend(inner.nodes)  # checkpoints may be nested
-        return outputs

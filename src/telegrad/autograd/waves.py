@@ -195,7 +195,7 @@ class Wave:
         owner = self._owner
         loan = GradLoan() if self._lent else None
         lent: list[torch.Tensor | None] = []
-        checkpoints = Checkpoints(self._found_inside)
+        checkpoints = Checkpoints(self, self._found_inside)
         wave_before = current_wave()
         try:
             for node in self._leaves:
