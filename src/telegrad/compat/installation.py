@@ -115,7 +115,7 @@ def install() -> None:
                 new.modules[name] = loaded
             sys.modules[name] = module
             _bind_in_parent(name, module)
-        new.bindings = _rebind(_replacements(new.modules, ours) | _future_functions())
+        new.bindings = _rebind(_replacements(new.modules, ours) | _future_functions() | _profiler())
         children.follow()
         _installed = new
 
@@ -208,6 +208,12 @@ def _future_functions() -> dict[int, tuple[Any, Any]]:
         for name in futures.__all__
         if (old := getattr(theirs, name)) is not None
     }
+
+
+def _profiler() -> dict[int, tuple[Any, Any]]:
+    theirs = importlib.import_module("torch.autograd.profiler_legacy").profile
+    ours = importlib.import_module("telegrad.compat.rpc.remote_events").profile
+    return {id(theirs): (theirs, ours)}
 
 
 def _rebind(replacements: dict[int, tuple[Any, Any]]) -> list[_Binding]:

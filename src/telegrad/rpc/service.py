@@ -53,6 +53,8 @@ class Service:
         """Hears of what functions raise here that others call; these are told in any case."""
         self.admit: Callable[[], None] = _nothing
         """Runs between the unpacking of a call and its function."""
+        self.stand_in: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
+        """Gives what is run in the place of a function that others call, if set."""
         self.thread = _Thread()
         self._call_offsets: dict[Kind, int] = {}
         self._handlers: dict[Kind, Handler] = {}
@@ -203,6 +205,8 @@ class Service:
         else:
             func, args, kwargs = self.decode(source, frame, payload)
         self.admit()
+        if self.stand_in is not None:
+            func = self.stand_in(func)
         return func, args, kwargs or _NO_KWARGS
 
     def context_of(self, frame: Frame) -> AbstractContextManager[None]:

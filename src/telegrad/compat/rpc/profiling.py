@@ -1,8 +1,5 @@
-"""What torch's old profiler sees of a call: an event at the caller, under torch's name for it.
-
-What the callee does within the call is not brought to the caller's profiler: only torch's C++ can
-add remote events to a profile.
-"""
+"""What torch's old profiler sees of a call: an event at the caller, under torch's name for it, and
+what the callee has done for it (`remote_events`)."""
 
 from __future__ import annotations
 
@@ -15,6 +12,7 @@ from torch._C._profiler import ActiveProfilerType
 from torch.futures import Future
 
 from telegrad import rpc as native
+from telegrad.compat.rpc import remote_events
 from telegrad.compat.rpc.internal import (
     RPCExecMode,
     _build_rpc_profiling_key,
@@ -24,7 +22,7 @@ from telegrad.rpc.rref import RRef
 from telegrad.rpc.rref_table import Call
 from telegrad.rpc.worker_info import WorkerInfo
 
-__all__ = ["call", "is_wanted", "of_table", "remote"]
+__all__ = ["call", "call_within", "is_wanted", "of_table", "remote"]
 
 
 def is_wanted() -> bool:
@@ -42,10 +40,24 @@ def call(
     timeout: float,
 ) -> Future[Any]:
     """Makes a call whose event ends when its future does."""
-    with torch.autograd.profiler.record_function(_key(mode, to, func)) as record:
-        future = native.rpc_async(to, func, args, kwargs, timeout)
-        ended: Future[Any] = record._call_end_callbacks_on_future(future)
-    return ended
+    key = _key(mode, to, func)
+    with torch.autograd.profiler.record_function(key) as record:
+        return _ending(record, call_within(key, to, func, args, kwargs, timeout))
+
+
+def call_within(
+    key: str,
+    to: str | int | WorkerInfo,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None,
+    kwargs: dict[str, Any] | None,
+    timeout: float,
+) -> Future[Any]:
+    """Makes the call itself, inside of its event."""
+    profile = remote_events.profile.of_this_thread()
+    if profile is None:
+        return native.rpc_async(to, func, args, kwargs, timeout)
+    return profile.call(key, to, func, args, kwargs, timeout)
 
 
 def remote(
@@ -56,9 +68,16 @@ def remote(
     timeout: float,
 ) -> RRef[Any]:
     """Makes a remote value whose event ends when the owner has made it."""
-    with torch.autograd.profiler.record_function(_key(RPCExecMode.REMOTE, to, func)) as record:
-        rref = native.remote(to, func, args, kwargs, timeout)
-        rref._set_profiling_future(record._call_end_callbacks_on_future(rref._get_future()))
+    key = _key(RPCExecMode.REMOTE, to, func)
+    profile = remote_events.profile.of_this_thread()
+    with torch.autograd.profiler.record_function(key) as record:
+        if profile is None:
+            rref = native.remote(to, func, args, kwargs, timeout)
+            rref._set_profiling_future(record._call_end_callbacks_on_future(rref._get_future()))
+        else:
+            rref, have_come = profile.remote(key, to, func, args, kwargs, timeout)
+            ended = record._call_end_callbacks_on_future(rref._get_future())
+            rref._set_profiling_future(torch.futures.collect_all([ended, have_come]))
     return rref
 
 
@@ -78,10 +97,26 @@ def of_table(inner: Call) -> Call:
         with torch.autograd.profiler.record_function(
             _key(RPCExecMode.ASYNC, owner, func)
         ) as record:
-            future = inner(mode, owner, func, args, kwargs, timeout)
-            return record._call_end_callbacks_on_future(future)
+            return _ending(record, inner(mode, owner, func, args, kwargs, timeout))
 
     return call
+
+
+def _ending(record: Any, future: Future[Any]) -> Future[Any]:
+    """Ends the event with the future; returns one that is done after that."""
+    ended: Future[Any] = Future()
+
+    def done(_: Future[Any]) -> None:
+        try:
+            value = future.value()
+        except Exception as error:  # noqa: BLE001 - it belongs to the caller
+            ended.set_exception(error)
+        else:
+            ended.set_result(value)
+
+    # What torch returns here takes an exception that was set from Python for a value.
+    record._call_end_callbacks_on_future(future).add_done_callback(done)
+    return ended
 
 
 def _key(mode: RPCExecMode, to: str | int | WorkerInfo, func: Callable[..., Any]) -> str:

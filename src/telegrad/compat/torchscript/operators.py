@@ -116,11 +116,12 @@ def _rpc_async(dst: Any, function: str, args: Any, kwargs: Any, timeout: float) 
 def _profiled(dst: Any, callee: _Callee, args: Any, kwargs: Any, timeout: float) -> Any:
     """The call as an event that ends with it, under torch's name for it."""
     from telegrad.compat.rpc.internal import RPCExecMode, _build_rpc_profiling_key
+    from telegrad.compat.rpc.profiling import call_within
 
     name, here, there = callee.target.__qualname__, rpc.get_worker_info().name, _name_of(dst)
     key = _build_rpc_profiling_key(RPCExecMode.ASYNC_JIT, name, here, there)
     with torch.autograd.profiler.record_function(key) as record:
-        future = rpc.rpc_async(dst, callee.target, args, kwargs, timeout)
+        future = call_within(key, dst, callee.target, args, kwargs, timeout)
         return record._call_end_callbacks_on_future(callee.result.future_of_call(future))
 
 
