@@ -61,15 +61,16 @@ def test_what_was_imported_before_is_replaced_too():
         from torch.distributed.autograd import context
         from torch.distributed.optim import DistributedOptimizer
         from torch.distributed.nn import RemoteModule
+        from torch.autograd.profiler_legacy import profile
         import torch.nn.parallel.distributed as ddp
-        before = [rpc, rpc_sync, RRef, context, DistributedOptimizer, RemoteModule, ddp.RRef]
+        before = [rpc, rpc_sync, RRef, context, DistributedOptimizer, RemoteModule, ddp.RRef, profile]
         import telegrad
         telegrad.install()
-        for thing in (rpc_sync, RRef, context, DistributedOptimizer, RemoteModule, ddp.RRef):
+        for thing in (rpc_sync, RRef, context, DistributedOptimizer, RemoteModule, ddp.RRef, profile):
             assert thing.__module__.startswith("telegrad."), thing
         assert rpc.__name__.startswith("telegrad.")
         telegrad.uninstall()
-        after = [rpc, rpc_sync, RRef, context, DistributedOptimizer, RemoteModule, ddp.RRef]
+        after = [rpc, rpc_sync, RRef, context, DistributedOptimizer, RemoteModule, ddp.RRef, profile]
         assert all(a is b for a, b in zip(before, after)), after
     """)
 
