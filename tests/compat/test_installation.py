@@ -63,14 +63,15 @@ def test_what_was_imported_before_is_replaced_too():
         from torch.distributed.nn import RemoteModule
         from torch.autograd.profiler_legacy import profile
         import torch.nn.parallel.distributed as ddp
-        before = [rpc, rpc_sync, RRef, context, DistributedOptimizer, RemoteModule, ddp.RRef, profile]
+        things = "rpc_sync, RRef, context, DistributedOptimizer, RemoteModule, ddp.RRef, profile"
+        before = [rpc, *eval(things)]
         import telegrad
         telegrad.install()
-        for thing in (rpc_sync, RRef, context, DistributedOptimizer, RemoteModule, ddp.RRef, profile):
+        for thing in eval(things):
             assert thing.__module__.startswith("telegrad."), thing
         assert rpc.__name__.startswith("telegrad.")
         telegrad.uninstall()
-        after = [rpc, rpc_sync, RRef, context, DistributedOptimizer, RemoteModule, ddp.RRef, profile]
+        after = [rpc, *eval(things)]
         assert all(a is b for a, b in zip(before, after)), after
     """)
 
