@@ -1,4 +1,4 @@
-"""What the callee has done, in the caller's profile. With torch's suites, which ask for the names."""
+"""What the callee has done, in the caller's profile. Torch's own suites ask for the names, too."""
 
 from __future__ import annotations
 
