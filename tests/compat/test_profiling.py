@@ -15,7 +15,7 @@ from telegrad.compat.rpc import profiling, remote_events
 from telegrad.compat.rpc.internal import RPCExecMode
 from telegrad.compat.rpc.remote_events import profile
 from telegrad.compat.rpc.server_process_global_profiler import _server_process_global_profile
-from telegrad.errors import RpcTimeout
+from telegrad.errors import RpcTimeout, TelegradError
 from telegrad.testing.cluster import cluster
 
 REMOTE = "#remote_op: "
@@ -137,6 +137,16 @@ def test_a_failure_stays_what_it_is(func):
         with pytest.raises(type(plain.value), match="no thing"):
             call("worker1", func, "thing").wait()
     assert key_of(func, "worker0", "worker1") in names(made)
+
+
+@rpc.functions.async_execution
+def leave():
+    raise SystemExit(3)
+
+
+def test_a_function_that_wants_to_leave_fails():
+    with profile(), pytest.raises(TelegradError, match="the function ended by SystemExit: 3"):
+        call("worker1", leave).wait()
 
 
 def nap(seconds):

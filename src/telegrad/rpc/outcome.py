@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 import torch
 
-from telegrad.errors import RemoteError, SerializationError
+from telegrad.errors import RemoteError, SerializationError, TelegradError
 from telegrad.rpc.worker_info import WorkerInfo
 from telegrad.wire.codec import Codec, Encoded
 
-__all__ = ["Failure", "describe_function", "pack_failure", "rebuild_failure"]
+__all__ = ["Failure", "as_exception", "describe_function", "pack_failure", "rebuild_failure"]
 
 
 _SHORT = 2000  # characters of an exception that is too large to be sent whole
@@ -82,6 +82,13 @@ def rebuild_failure(codec: Codec, failure: Failure) -> BaseException:
         return remote  # a SystemExit there must not end this process
     error.__cause__ = remote
     return error
+
+
+def as_exception(error: BaseException) -> Exception:
+    """What ended a function, as something that a future can hold."""
+    if isinstance(error, Exception):
+        return error
+    return TelegradError(f"the function ended by {type(error).__name__}: {error}")
 
 
 def describe_function(func: object) -> str:

@@ -22,14 +22,14 @@ from typing import Any
 import torch
 from torch.futures import Future
 
-from telegrad.errors import RpcTimeout, RRefError, TelegradError
+from telegrad.errors import RpcTimeout, RRefError
 from telegrad.ids import ForkId, RRefId
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.async_call import AsyncCall
 from telegrad.rpc.call_head import name_in
 from telegrad.rpc.functions import checked_future
 from telegrad.rpc.network import Send
-from telegrad.rpc.outcome import describe_function
+from telegrad.rpc.outcome import as_exception, describe_function
 from telegrad.rpc.rref import RRef
 from telegrad.rpc.rref_proxy import call_owned, call_owned_async
 from telegrad.rpc.rref_records import OwnerEntry
@@ -229,7 +229,7 @@ class RemoteReferences:
         except BaseException as error:  # noqa: BLE001 - kept in the reference for its users
             if service.on_failure is not None:
                 service.on_failure(error)
-            entry.set_error(_as_exception(error))
+            entry.set_error(as_exception(error))
             return
         entry.set_value(value)
 
@@ -306,9 +306,3 @@ def _fill(entry: OwnerEntry, future: Future[Any]) -> None:
         entry.set_error(error)
     else:
         entry.set_value(value)
-
-
-def _as_exception(error: BaseException) -> Exception:
-    if isinstance(error, Exception):
-        return error
-    return TelegradError(f"the function ended by {type(error).__name__}: {error}")

@@ -13,6 +13,7 @@ time that the caller has waited.
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -27,9 +28,12 @@ from torch.futures import Future
 from telegrad import rpc as native
 from telegrad.autograd.context import EnteredContext, thread_context
 from telegrad.rpc.functions import async_execution, checked_future
+from telegrad.rpc.outcome import as_exception
 from telegrad.rpc.rref_records import OwnerEntry
 
 __all__ = ["Options", "alone", "profile"]
+
+_log = logging.getLogger("telegrad.rpc")
 
 Options: TypeAlias = dict[str, bool]
 _OPTIONS = (
@@ -67,6 +71,8 @@ class profile(profiler_legacy.profile):
 
     def _start_trace(self) -> None:
         self._came: list[FunctionEvent] = []
+        self._own_id: int | None = None
+        self._note_own_id()
         # Before torch's first event: what is timed by this must not seem to come before that.
         self._begun = time.perf_counter()
         super()._start_trace()  # type: ignore[no-untyped-call]
@@ -76,9 +82,15 @@ class profile(profiler_legacy.profile):
         if self.enabled:
             _thread.profile = None
         result = super().__exit__(*error)  # type: ignore[no-untyped-call]
-        if self.enabled and native.is_initialized():
-            self._merge(native.get_worker_info().id)
+        if self.enabled:
+            self._note_own_id()
+            if self._own_id is not None:
+                self._merge(self._own_id)
         return result
+
+    def _note_own_id(self) -> None:
+        if self._own_id is None and native.is_initialized():
+            self._own_id = native.get_worker_info().id
 
     def _merge(self, own_id: int) -> None:
         events = list(self.function_events)
@@ -107,16 +119,16 @@ class profile(profiler_legacy.profile):
         timeout: float,
     ) -> Future[Any]:
         """Makes a call that is profiled at the callee too, and has the name `key` here."""
-        sent = self._now()
+        sent = self._send_time()
         ended: Future[Any] = Future()
 
         def answered(future: Future[Any]) -> None:
             try:
                 outcome: _Outcome = future.value()
+                self._add(key, sent, outcome.profiled)
             except Exception as error:  # noqa: BLE001 - it belongs to the caller
                 ended.set_exception(error)
             else:
-                self._add(key, sent, outcome.profiled)
                 ended.set_result(outcome.value)
 
         runner = _Profiled(func, self.options)
@@ -134,16 +146,16 @@ class profile(profiler_legacy.profile):
     ) -> tuple[native.RRef[Any], Future[Any]]:
         """Makes a remote value whose making is profiled at its owner; also returns a future that is
         done when the events have come, or will not come."""
-        sent = self._now()
+        sent = self._send_time()
         have_come: Future[Any] = Future()
 
         def answered(future: Future[Any]) -> None:
             try:
                 profiled: _ProfiledCall | None = future.value()
-            except Exception:  # noqa: BLE001 - the owner is gone: the reference tells of that
-                profiled = None
-            if profiled is not None:
-                self._add(key, sent, profiled)
+                if profiled is not None:
+                    self._add(key, sent, profiled)
+            except Exception as error:  # noqa: BLE001 - the owner is gone: the reference says so
+                _log.debug("no events of %s have come: %s", key, error)
             have_come.set_result(None)
 
         ticket = (native.get_worker_info().id, next(_tickets))
@@ -156,6 +168,10 @@ class profile(profiler_legacy.profile):
     def options(self) -> Options:
         """What another one has to be made with to see the same."""
         return {name: getattr(self, name) for name in _OPTIONS}
+
+    def _send_time(self) -> float:
+        self._note_own_id()
+        return self._now()
 
     def _now(self) -> float:
         return 1e6 * (time.perf_counter() - self._begun)
@@ -219,7 +235,7 @@ class _Profiled:
                 # The wait ends with the future that the function has made.
                 value = self._run(lambda: checked_future(func, func(*args, **kwargs)).wait())
         except BaseException as error:  # noqa: BLE001 - whatever it is, it is the caller's
-            done.set_exception(error)
+            done.set_exception(as_exception(error))
         else:
             done.set_result(value)
 
