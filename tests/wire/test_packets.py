@@ -95,3 +95,13 @@ def test_a_small_gradient_with_holes_takes_the_short_way():
     first, second = codec.decode(encoded.payload).tensors
     assert torch.equal(first, transposed)
     assert torch.equal(second, transposed[:, :1])
+
+
+@pytest.mark.parametrize("size", [10, 100_000])
+@pytest.mark.parametrize("beside", [[], [torch.eye(2).to_sparse()]], ids=["alone", "beside sparse"])
+def test_what_shares_memory_arrives_apart(size, beside):
+    whole = torch.zeros(size)
+    came = sent(Packet(b"", [whole, whole.view(2, -1), whole[1:], *beside])).tensors
+    came[0].fill_(1)
+    assert not came[1].any()
+    assert not came[2].any()

@@ -13,6 +13,8 @@ from typing import Any
 
 from torch.futures import Future
 
+from telegrad.rpc.kept_errors import fail
+
 __all__ = ["collect_all", "wait_all"]
 
 
@@ -30,7 +32,7 @@ def collect_all(futures: Sequence[Future[Any]]) -> Future[list[Future[Any]]]:
             future.value()
         except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer
             if next(failed) == 1:
-                together.set_exception(error)  # type: ignore[arg-type]  # torch's annotation is wrong
+                fail(together, error)
         else:
             if next(done) == len(given):
                 together.set_result(given)

@@ -213,20 +213,31 @@ class Agent:
     ) -> None:
         frame = _copied(kind, 0, 0, context, message, body, buffers)
         outstanding = [call]  # emptied by whoever settles the call: the reply or the deadline
+        timer: Timer | None = None
+
+        def take() -> AsyncCall | None:
+            try:
+                return outstanding.pop()
+            except IndexError:
+                return None
 
         def reply(*parts: Any) -> None:
-            if outstanding:
-                outstanding.clear()
-                call.succeed(_copied(*parts))
+            pending = take()
+            if pending is not None:
+                if timer is not None:
+                    timer.cancel()
+                pending.succeed(_copied(*parts))
 
         def expire() -> None:
-            if outstanding:
-                outstanding.clear()
-                call.expire()
+            pending = take()
+            if pending is not None:
+                pending.expire()
 
         if call.seconds:
             # Not on the clock's thread: it runs the callbacks of a program.
-            self.network.clock.call_later(call.seconds, partial(self.network.work.submit, expire))
+            timer = self.network.clock.call_later(
+                call.seconds, partial(self.network.work.submit, expire)
+            )
         self.network.work.submit(partial(self.service.serve, self.info.id, frame, reply))
 
     # -- messages of the layers above

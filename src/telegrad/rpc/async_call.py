@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 from torch.futures import Future
 
 from telegrad.errors import RpcTimeout
+from telegrad.rpc.kept_errors import fail
 from telegrad.rpc.multiplex import PendingCall
+from telegrad.rpc.outcome import as_exception
 from telegrad.rpc.peer import Peer
 from telegrad.rpc.seams import NO_CONTEXT
 from telegrad.wire.frames import Frame
@@ -18,6 +21,8 @@ if TYPE_CHECKING:
     from telegrad.rpc.agent import Agent
 
 __all__ = ["AsyncCall"]
+
+_log = logging.getLogger("telegrad.rpc")
 
 
 class AsyncCall(PendingCall):
@@ -38,18 +43,28 @@ class AsyncCall(PendingCall):
     def succeed(self, frame: Frame) -> None:
         try:
             value = self._agent.result(self.to, frame)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is the caller's
-            self.settle_error(error)
+        except BaseException as error:  # noqa: BLE001 - whatever it is, it is the caller's
+            self.settle_error(as_exception(error))
             return
         recorder = self._agent.service.recorder
         if self._context == NO_CONTEXT or recorder is None:
-            self.future.set_result(value)
+            self._settle(self.future.set_result, value)
         else:
             with recorder.enter(self._context):  # callbacks run in here
-                self.future.set_result(value)
+                self._settle(self.future.set_result, value)
 
     def settle_error(self, error: Exception) -> None:
-        self.future.set_exception(error)
+        self._settle(fail, self.future, error)
+
+    def _settle(self, settle: Callable[..., None], *outcome: Any) -> None:
+        try:
+            settle(*outcome)
+        except RuntimeError:
+            if not self.future.done():
+                raise
+            _log.warning(
+                "the reply of %s came for a future that the program had completed", self.what()
+            )
 
     def fail(self, reason: str) -> None:
         if self.peer is not None:

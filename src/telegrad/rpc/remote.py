@@ -28,6 +28,7 @@ from telegrad.rpc.agent import Agent
 from telegrad.rpc.async_call import AsyncCall
 from telegrad.rpc.call_head import name_in
 from telegrad.rpc.functions import checked_future
+from telegrad.rpc.kept_errors import fail
 from telegrad.rpc.network import Send
 from telegrad.rpc.outcome import as_exception, describe_function
 from telegrad.rpc.rref import RRef
@@ -124,7 +125,8 @@ class RemoteReferences:
                 partial(_fill, entry)
             )
             if timeout:
-                agent.call_later(timeout, partial(self._expire, entry, timeout, func))
+                timer = agent.call_later(timeout, partial(self._expire, entry, timeout, func))
+                entry.add_done_callback(lambda _: timer.cancel())  # it keeps the value until then
             return rref
         rref_id, fork_id, rref = self.table.new_user(to)
         try:
@@ -197,7 +199,7 @@ class RemoteReferences:
             try:
                 value.set_result(entry.value_to_send())
             except Exception as error:  # noqa: BLE001 - what made the value fail, told to the user
-                value.set_exception(error)
+                fail(value, error)
 
         entry.add_done_callback(done)
         return value
@@ -287,10 +289,16 @@ class _ReferenceCodec(Codec):
         return packed
 
     def _encode_any(
-        self, value: object, destination: int, root: str, labels: Sequence[str] | None
+        self,
+        value: object,
+        destination: int,
+        root: str,
+        labels: Sequence[str] | None,
+        *,
+        apart: bool = False,
     ) -> Encoded:
         try:
-            return super()._encode_any(value, destination, root, labels)
+            return super()._encode_any(value, destination, root, labels, apart=apart)
         except BaseException:
             self.abandon(self.packed)
             raise

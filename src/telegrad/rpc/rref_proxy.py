@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from telegrad.ids import RRefId
+from telegrad.rpc.kept_errors import fail
 from telegrad.rpc.rref_lookup import current_table
 
 if TYPE_CHECKING:
@@ -62,13 +63,13 @@ def _invoke(
         try:
             result.set_result(future.value())
         except Exception as error:  # noqa: BLE001 whatever it is, it belongs to the caller
-            result.set_exception(error)
+            fail(result, error)
 
     def start(future: torch.futures.Future[Any]) -> None:
         try:
             call = _call(rref, mode, name, timeout, args, kwargs, future.value())
         except Exception as error:  # noqa: BLE001 whatever it is, it belongs to the caller
-            result.set_exception(error)
+            fail(result, error)
         else:
             call.add_done_callback(finish)
 
@@ -125,7 +126,7 @@ def _rref_typeof_on_owner(rref_id: RRefId) -> torch.futures.Future[type]:
         try:
             result.set_result(type(entry.result()))
         except Exception as error:  # noqa: BLE001 what made the value fail, told to the caller
-            result.set_exception(error)  # type: ignore[arg-type]  # torch's annotation is wrong
+            fail(result, error)
 
     current_table().entry(rref_id).add_done_callback(finish)
     return result

@@ -14,6 +14,7 @@ import torch
 
 from telegrad.errors import RpcTimeout, RRefError
 from telegrad.ids import ForkId, RRefId
+from telegrad.rpc.kept_errors import again, fail, without_locals
 from telegrad.rpc.rref_texts import text_of_id
 
 __all__ = ["Creation", "OwnerEntry", "UserRecord"]
@@ -57,7 +58,7 @@ def _complete(future: torch.futures.Future[None], error: Exception | None) -> No
     if error is None:
         future.set_result(None)
     else:
-        future.set_exception(error)  # type: ignore[arg-type]  # torch's annotation is wrong
+        fail(future, error)
 
 
 class OwnerEntry:
@@ -100,6 +101,7 @@ class OwnerEntry:
         self._settle(value, None)
 
     def set_error(self, error: Exception) -> None:
+        without_locals(error)
         self._settle(_PENDING, error)
 
     def creation_failed(self, error: Exception) -> None:
@@ -139,7 +141,7 @@ class OwnerEntry:
     def result(self) -> Any:
         """The value, once `is_done`; raises the error if there is one."""
         if self._error is not None:
-            raise self._error
+            raise again(self._error)
         return self._value if self.reader is None else self.reader()
 
     def value_to_send(self) -> Any:

@@ -30,6 +30,7 @@ import torch
 
 from telegrad.errors import RpcTimeout, WorkerLost
 from telegrad.rpc.conversation import Interruption
+from telegrad.rpc.kept_errors import fail
 from telegrad.rpc.seams import Handler, Rescue, Timer
 from telegrad.wire.frames import Kind
 
@@ -228,7 +229,7 @@ class SimulatedMessenger:
             if future.done():
                 return
             if error is not None:
-                future.set_exception(error)
+                fail(future, error)
             else:
                 future.set_result(answer)
 
@@ -248,7 +249,7 @@ class SimulatedMessenger:
         try:
             self._network.send(to, kind, answer, reliably=True)
         except WorkerLost as loss:
-            future.set_exception(loss)
+            fail(future, loss)
         return future
 
     def handle(self, kind: Kind, handler: Handler, rescue: Rescue | None = None) -> None:

@@ -83,7 +83,8 @@ class Packet:
     """A message that says nothing but what its sender wrote into the head, and tensors.
 
     It is what gradients travel in: where all its tensors are plain it needs no pickle. What
-    requires grad in it arrives as a leaf.
+    requires grad in it arrives as a leaf. Tensors that share memory arrive as separate ones: a
+    program may change the gradient of one leaf in place, and means that leaf.
     """
 
     head: bytes | memoryview
@@ -144,7 +145,13 @@ class Codec:
         return self._encode_any(value, destination, root, labels)
 
     def _encode_any(
-        self, value: object, destination: int, root: str, labels: Sequence[str] | None
+        self,
+        value: object,
+        destination: int,
+        root: str,
+        labels: Sequence[str] | None,
+        *,
+        apart: bool = False,
     ) -> Encoded:
         # A pickler in use is in no list, so neither threads nor reducers that encode share one.
         try:
@@ -154,7 +161,7 @@ class Codec:
         pickler.destination = destination
         try:
             pickler.dump(value)
-            encoded = _assembled(pickler)
+            encoded = _assembled(pickler, apart)
         except Exception as error:
             explained = self._explain(value, error, root, labels)
             if explained is error:
@@ -197,12 +204,12 @@ class Codec:
             return self._packed(b"".join((start, head, small[0])), small[1], "gradients")
         if all(map(is_plain, tensors)):
             start = _PACKET.pack(_PLAIN_PACKET, len(head))
-            table = pack(tensors, _NO_ORIGINALS)
+            table = pack(tensors, _NO_ORIGINALS, apart=True)
             payload = b"".join((start, head, *table.pieces))
             encoded = Encoded(payload, table.buffers, table.keep, table.tensors)
             self._check_size(encoded, "gradients")
             return encoded
-        encoded = self.encode(tensors, destination, root="gradients")
+        encoded = self._encode_any(tensors, destination, "gradients", None, apart=True)
         start = _PACKET.pack(_PICKLED_PACKET, len(head))
         encoded.payload = b"".join((start, head, encoded.payload))
         return encoded
@@ -300,9 +307,9 @@ class Codec:
             stream = view[position:]
         try:
             return _loads(stream, buffers=entries)
-        except TelegradError:
+        except (TelegradError, KeyboardInterrupt):
             raise
-        except Exception as error:
+        except BaseException as error:  # a module that exits when it is imported, say
             raise _decoding_error(stream, error) from error
 
     def _explain(
@@ -329,7 +336,7 @@ class Codec:
         return None
 
 
-def _assembled(pickler: ValuePickler) -> Encoded:
+def _assembled(pickler: ValuePickler, apart: bool) -> Encoded:
     """What a pickler has written, with its tensors in front."""
     chunks = pickler.chunks
     if not pickler.marked:
@@ -339,7 +346,7 @@ def _assembled(pickler: ValuePickler) -> Encoded:
     small = None if pickler.originals else pack_small(entries)
     if small is not None:
         return Encoded(b"".join((_SMALL_TAG, small[0], *chunks)), [], [], small[1])
-    table = pack(entries, pickler.originals)
+    table = pack(entries, pickler.originals, apart=apart)
     return Encoded(b"".join(table.pieces + chunks), table.buffers, table.keep, table.tensors)
 
 
@@ -376,7 +383,9 @@ def _is_tensor(value: object) -> bool:
     return isinstance(value, Tensor)
 
 
-def _decoding_error(stream: bytes | bytearray | memoryview, error: Exception) -> SerializationError:
+def _decoding_error(
+    stream: bytes | bytearray | memoryview, error: BaseException
+) -> SerializationError:
     if isinstance(error, ImportError | AttributeError):
         missing = missing_global(bytes(stream))
         if missing is not None:

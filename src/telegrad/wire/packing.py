@@ -59,7 +59,7 @@ class Table:
     tensors: list[Tensor]
 
 
-def pack(entries: Sequence[Entry], originals: dict[int, Tensor]) -> Table:
+def pack(entries: Sequence[Entry], originals: dict[int, Tensor], *, apart: bool = False) -> Table:
     """Describe `entries`, in the order in which the pickle stream asks for them.
 
     Args:
@@ -67,8 +67,9 @@ def pack(entries: Sequence[Entry], originals: dict[int, Tensor]) -> Table:
             dtype; whoever makes the list sees to that.
         originals: by the id of an entry's tensor, the tensor that it stands for, where that is
             another one (of a subclass, say): that one's history counts.
+        apart: those that share memory become separate ones.
     """
-    return _Packer(originals).pack(entries)
+    return _Packer(originals).pack(entries, apart)
 
 
 class _Packer:
@@ -83,7 +84,7 @@ class _Packer:
         self.keep: list[object] = []
         self.tensors: list[Tensor] = []
 
-    def pack(self, entries: Sequence[Entry]) -> Table:
+    def pack(self, entries: Sequence[Entry], apart: bool) -> Table:
         # First all regions, for which of them overlap is known only then.
         regions: list[Region] = []
         layouts: list[tuple[bool, int, int]] = []  # contiguous, address, size
@@ -106,7 +107,7 @@ class _Packer:
             layouts.append((contiguous, address, size))
             if address:
                 regions.append((address, address + size, index, tensor))
-        shared = shared_spans(regions) if len(regions) > 1 else {}
+        shared = shared_spans(regions) if len(regions) > 1 and not apart else {}
         spans: dict[int, int] = {}
 
         records: list[bytes] = []

@@ -18,6 +18,7 @@ from telegrad.compat.rpc.internal import (
     _build_rpc_profiling_key,
     builtin_name,
 )
+from telegrad.rpc.kept_errors import fail
 from telegrad.rpc.rref import RRef
 from telegrad.rpc.rref_table import Call
 from telegrad.rpc.worker_info import WorkerInfo
@@ -110,7 +111,7 @@ def _ending(record: Any, future: Future[Any]) -> Future[Any]:
         try:
             value = future.value()
         except Exception as error:  # noqa: BLE001 - it belongs to the caller
-            ended.set_exception(error)
+            fail(ended, error)
         else:
             ended.set_result(value)
 

@@ -28,6 +28,7 @@ from torch.futures import Future
 from telegrad import rpc as native
 from telegrad.autograd.context import EnteredContext, thread_context
 from telegrad.rpc.functions import async_execution, checked_future
+from telegrad.rpc.kept_errors import fail
 from telegrad.rpc.outcome import as_exception
 from telegrad.rpc.rref_records import OwnerEntry
 
@@ -127,7 +128,7 @@ class profile(profiler_legacy.profile):
                 outcome: _Outcome = future.value()
                 self._add(key, sent, outcome.profiled)
             except Exception as error:  # noqa: BLE001 - it belongs to the caller
-                ended.set_exception(error)
+                fail(ended, error)
             else:
                 ended.set_result(outcome.value)
 
@@ -235,7 +236,7 @@ class _Profiled:
                 # The wait ends with the future that the function has made.
                 value = self._run(lambda: checked_future(func, func(*args, **kwargs)).wait())
         except BaseException as error:  # noqa: BLE001 - whatever it is, it is the caller's
-            done.set_exception(as_exception(error))
+            fail(done, as_exception(error))
         else:
             done.set_result(value)
 

@@ -18,6 +18,7 @@ from typing import Any
 from telegrad.compat.torchscript import at_exit
 from telegrad.compat.torchscript.generated import Exactly, compiled, generating, module_of
 from telegrad.compat.torchscript.torch_jit import core
+from telegrad.rpc.kept_errors import again
 
 __all__ = ["Kind", "kind_named", "kind_of"]
 
@@ -116,7 +117,7 @@ class Kind:
 def unpack(value: Any) -> Any:
     """What a future that was completed from Python holds: the value, or the failure."""
     if isinstance(value, BaseException):
-        raise value
+        raise again(value)
     return value
 
 

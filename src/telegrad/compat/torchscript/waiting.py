@@ -21,6 +21,7 @@ from telegrad.autograd.context import EnteredContext, thread_context
 from telegrad.compat.torchscript import at_exit
 from telegrad.compat.torchscript.kinds import Kind, kind_of
 from telegrad.compat.torchscript.torch_jit import core
+from telegrad.rpc.kept_errors import fail
 
 __all__ = ["box_made_elsewhere", "boxed_result", "calling", "done", "may_wait_here"]
 
@@ -80,6 +81,6 @@ def _settle(future: Future[Any], make: Callable[[], Any]) -> None:
     try:
         value = make()
     except Exception as error:  # noqa: BLE001 - whoever waits gets it
-        future.set_exception(error)
+        fail(future, error)
     else:
         future.set_result(value)
