@@ -236,3 +236,19 @@ def test_functions_with_a_pass_inside_that_is_not_known_refuse(leaves, backward)
     with pytest.raises(RuntimeError, match="not compatible"):
         backward(y)
     assert w.grad is None
+
+
+@pytest.mark.parametrize("where", [0, 1])
+def test_a_function_that_calls_another_worker_is_refused(leaves, where):
+    x, w, *_ = leaves
+    with Cluster(3) as cluster:
+        here = cluster.engines[0]
+        context = here.new()
+
+        def program(x):
+            return again(lambda x: cluster.call(where, 2, lambda x: x * w, x * 2), x)
+
+        y = program(x) if where == 0 else cluster.call(0, 1, program, x)
+        with pytest.raises(BackwardError, match="calls another worker"):
+            here.backward(context.id, [y.sum()])
+        here.release(context.id)

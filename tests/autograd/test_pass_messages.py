@@ -94,3 +94,13 @@ def test_a_credit_message_that_is_cut_anywhere_is_an_error(credit):
     for end in range(len(whole)):
         with pytest.raises(ProtocolError, match="damaged credit message"):
             CreditMessage.unpack(whole[:end])
+
+
+def test_there_may_be_many_tensors_and_many_workers():
+    reports = dict.fromkeys(range(1000), (1, Standing.OPEN))
+    gradients = [torch.ones(1)] * 70_000
+    message = GradientMessage(1, 2, 3, False, False, 1, reports, list(gradients))
+    came = GradientMessage.unpack(message.pack())
+    assert came.reports == reports
+    assert len(came.gradients) == 70_000
+    assert CreditMessage.unpack(CreditMessage(1, 2, 1, reports).pack()).reports == reports

@@ -19,9 +19,10 @@ from types import TracebackType
 
 import torch
 
-from telegrad.autograd.context import DistAutogradContext
+from telegrad.autograd.context import DistAutogradContext, set_thread_context, thread_context
 from telegrad.autograd.engine import AutogradEngine
 from telegrad.errors import NotInitialized
+from telegrad.rpc.seams import NO_CONTEXT
 
 __all__ = [
     "AutogradEngine",
@@ -133,7 +134,13 @@ class context:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        _engine().release(self.autograd_context.id)
+        try:
+            engine = _engine()
+        except NotInitialized:  # the worker was shut down inside of the block, and the context
+            if thread_context() == self.autograd_context.id:
+                set_thread_context(NO_CONTEXT)
+        else:
+            engine.release(self.autograd_context.id)
 
 
 def _new_context() -> DistAutogradContext:

@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointFunction
 
+from telegrad.autograd.context import EnteredContext
 from telegrad.autograd.nodes import current_wave
 from telegrad.autograd.walks import walk
+from telegrad.errors import BackwardError
 
 __all__ = ["CheckpointNode", "Checkpoints"]
 
@@ -38,10 +40,12 @@ class _Attended:
         self.carers: dict[Any, Checkpoints] = {}  # by their waves
 
     def __call__(self, *inputs: Any) -> Any:
-        outputs = self.function(*inputs)
         carer = self.carers.get(current_wave())
-        if carer is not None:
-            carer.has_run_again(inputs, outputs)
+        if carer is None:
+            return self.function(*inputs)
+        with EnteredContext(carer.context_id):
+            outputs = self.function(*inputs)
+        carer.has_run_again(inputs, outputs)
         return outputs
 
 
@@ -49,12 +53,14 @@ class Checkpoints:
     """The reentrant checkpoints of one wave.
 
     Args:
+        context_id: the context of the pass.
         on_leaf: hears of each leaf that an inner pass will come to, by its AccumulateGrad node; of
             some more than once.
     """
 
-    def __init__(self, wave: object, on_leaf: Callable[[Any], None]) -> None:
+    def __init__(self, wave: object, context_id: int, on_leaf: Callable[[Any], None]) -> None:
         self._wave = wave
+        self.context_id = context_id
         self._on_leaf = on_leaf
         self._nodes: list[Any] = []
 
@@ -89,6 +95,11 @@ class Checkpoints:
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad
         ]
         inner = walk(edges)
+        if inner.recvs:  # the inner pass would have to wait for gradients from there
+            raise BackwardError(
+                "a reentrant checkpoint's function calls another worker, which is not supported in "
+                "a distributed backward pass: use checkpoint(..., use_reentrant=False)"
+            )
         given = {id(tensor) for tensor in inputs}  # the checkpoint takes these gradients itself
         for node in inner.leaves:
             if id(node.variable) not in given:

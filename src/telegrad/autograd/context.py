@@ -87,6 +87,7 @@ class DistAutogradContext:
         self._changed: threading.Condition | None = None
         self.work: deque[Arrival] = deque()
         self.is_running = False
+        self.runner: int | None = None  # the thread of the wave that runs, while it does
         self.is_released = False
         self.passes: dict[int, LivePass] = {}
         self.ended: set[int] = set()

@@ -108,6 +108,11 @@ class AutogradEngine(ContextRegistry):
         """See `telegrad.autograd.backward`."""
         check_roots(context_id, roots)
         context = self.retrieve(context_id)
+        if context.runner == threading.get_ident():
+            raise BackwardError(
+                f"backward of context {context_id} was called inside of a backward pass of the "
+                "same context, by a hook: call it when that one is over, or in a context of its own"
+            )
         context.note_roots(roots)
         live = LivePass(
             self._pass_ids.next(),
@@ -228,6 +233,7 @@ class AutogradEngine(ContextRegistry):
         context = live.context
         if live.id in context.ended or context.is_released:
             return None
+        context.runner = threading.get_ident()
         try:
             if live.create_graph:
                 with torch.enable_grad():
@@ -245,6 +251,8 @@ class AutogradEngine(ContextRegistry):
                 live, Failure.raised(self.worker_id, error), original=error if is_first else None
             )
             return None
+        finally:
+            context.runner = None
         standing = live.standing
         if live.control is None and standing is Standing.CLOSED:
             with context.lock:

@@ -18,10 +18,12 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from telegrad.errors import BackwardError
+
 __all__ = ["GradLoan", "needs_grad_field"]
 
 _returned = threading.Condition()  # guards the set below
-_lent: set[int] = set()  # the ids of leaves whose `.grad` some wave has borrowed
+_lent: dict[int, int] = {}  # leaves whose `.grad` a wave has borrowed, by id; its thread
 
 
 def needs_grad_field(tensor: torch.Tensor, is_ddp_possible: bool) -> bool:
@@ -42,13 +44,26 @@ class GradLoan:
 
     def borrow(self, leaves: Iterable[torch.Tensor]) -> None:
         """Sets `.grad` of the leaves aside. Waits while another wave has borrowed one of them;
-        that ends when that wave does, in a result or an error."""
+        that ends when that wave does, in a result or an error.
+
+        Raises:
+            BackwardError: that wave runs on this thread, and waits for this one.
+        """
         leaves = list(leaves)
         ids = {id(leaf) for leaf in leaves}
+        me = threading.get_ident()
         with _returned:
-            _returned.wait_for(lambda: not ids & _lent)
+            while taken := ids & _lent.keys():
+                if any(_lent[leaf] == me for leaf in taken):
+                    raise BackwardError(
+                        "a hook of a backward pass runs another one through a parameter whose "
+                        "hooks look for its gradient in `.grad` (those of DistributedDataParallel "
+                        "or register_post_accumulate_grad_hook), while the first one uses that "
+                        "`.grad`: run the other pass when the first is over"
+                    )
+                _returned.wait()
             self._ids = ids  # signals are heeded at calls: nothing comes between these two
-            _lent.update(ids)
+            _lent.update(dict.fromkeys(ids, me))
         for leaf in leaves:
             self.set_aside.append((leaf, leaf.grad))
             leaf.grad = None
@@ -65,7 +80,8 @@ class GradLoan:
             found.append(gradient)
             leaf.grad = grad
         with _returned:
-            _lent.difference_update(self._ids)
+            for leaf_id in self._ids:
+                _lent.pop(leaf_id, None)
             _returned.notify_all()
         return found
 

@@ -37,6 +37,7 @@ from telegrad.autograd.waves import (
     catch,
     new_edge,
 )
+from telegrad.rpc.seams import NO_CONTEXT
 
 __all__ = ["LocalPass"]
 
@@ -49,8 +50,14 @@ class LocalPass:
     """
 
     def __init__(
-        self, sends: dict[int, SendFunction], *, retain_graph: bool, create_graph: bool
+        self,
+        sends: dict[int, SendFunction],
+        *,
+        retain_graph: bool,
+        create_graph: bool,
+        context_id: int = NO_CONTEXT,
     ) -> None:
+        self.context_id = context_id
         self.sends = sends
         self._awaited = {id_ for id_, sent in sends.items() if not sent.is_spent}
         self.retain_graph = retain_graph

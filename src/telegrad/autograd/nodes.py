@@ -218,15 +218,14 @@ def _function_of(leaf: torch.Tensor) -> Any:
     as in torch."""
     if not leaf.requires_grad or leaf.grad_fn is not None:
         return None
-    if type(leaf) not in _PLAIN or leaf.layout is not torch.strided:
-        with torch.enable_grad():  # there may be no view of it
-            made: Any = _Edges.apply(leaf)  # type: ignore[no-untyped-call]
-    elif torch.is_grad_enabled():
-        made = leaf.view_as(leaf)
-    else:
-        with torch.enable_grad():
-            made = leaf.view_as(leaf)
-    return made.grad_fn
+    is_plain = type(leaf) in _PLAIN and leaf.layout is torch.strided
+    if is_plain and torch.is_grad_enabled():
+        return leaf.view_as(leaf).grad_fn
+    with torch.inference_mode(False), torch.enable_grad():
+        if is_plain:
+            return leaf.view_as(leaf).grad_fn
+        made: Any = _Edges.apply(leaf)  # type: ignore[no-untyped-call]  # there may be no view
+        return made.grad_fn
 
 
 def recv_history(
@@ -234,9 +233,10 @@ def recv_history(
 ) -> tuple[Any, Sequence[torch.Tensor]]:
     """One recv node over `tensors`, of which there is at least one: the node, and the tensors with
     their new history."""
-    for number, tensor in enumerate(tensors):
-        # An output must be a tensor of its own: not one with a history, not one listed twice.
-        if tensor.requires_grad or (number and any(tensor is t for t in tensors[:number])):
+    # An output must be a tensor of its own: not one with a history, not one listed twice.
+    is_one_twice = len(tensors) > 1 and len(set(map(id, tensors))) < len(tensors)
+    for tensor in tensors:
+        if is_one_twice or tensor.requires_grad:
             tensors = [tensor.detach() for tensor in tensors]
             break
     if torch.is_grad_enabled():

@@ -21,8 +21,8 @@ from telegrad.wire.codec import Packet, head_of_packet
 
 __all__ = ["CreditMessage", "GradientMessage"]
 
-_HEAD = struct.Struct("<QQQBBH")  # context, pass, message, flags, reports, gradients
-_CREDIT_HEAD = struct.Struct("<QQBB")  # context, pass, flags, reports
+_HEAD = struct.Struct("<QQQBHI")  # context, pass, message, flags, reports, gradients
+_CREDIT_HEAD = struct.Struct("<QQBH")  # context, pass, flags, reports
 _REPORT = struct.Struct("<HIB")  # worker, how many it has made, standing
 _STANDINGS = tuple(Standing)
 

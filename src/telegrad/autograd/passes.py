@@ -74,7 +74,10 @@ class LivePass:
         self.initiator = worker_of(pass_id)
         self.share = PassShare(worker)
         self.local = LocalPass(
-            context.sends.copy(), retain_graph=retain_graph, create_graph=create_graph
+            context.sends.copy(),
+            retain_graph=retain_graph,
+            create_graph=create_graph,
+            context_id=context.id,
         )
         self.is_kept = False
         """Asked about: this worker keeps the pass until it is told of its end."""

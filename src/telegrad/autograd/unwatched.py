@@ -84,17 +84,21 @@ class Unwatched:
             needs_grad_field(leaf, True) for leaf in leaves
         )
 
+    def has_post_hooks(self, node: Any) -> bool:
+        """Whether hooks run after the AccumulateGrad node of a leaf, and see its gradient."""
+        return not self.includes(node) and bool(self._hooks(node.register_hook))
+
     def _is_hooked(self, node: Any, leaf: torch.Tensor) -> bool:
         if leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
             return True
-        for register in (node.register_hook, node.register_prehook):
-            # Registering is the only way to get at the dictionary of hooks.
-            handle = self.register(register, _nothing)
-            hooks = handle.hooks_dict_ref()
-            handle.remove()
-            if hooks:
-                return True
-        return False
+        return bool(self._hooks(node.register_hook) or self._hooks(node.register_prehook))
+
+    def _hooks(self, register: Callable[[Any], Any]) -> Any:
+        """What is registered there: there is no other way to get at it than to register."""
+        handle = self.register(register, _nothing)
+        hooks = handle.hooks_dict_ref()
+        handle.remove()
+        return hooks
 
     def _forget(self, verdict: weakref.ref[torch.Tensor]) -> None:
         assert isinstance(verdict, _Verdict)

@@ -162,6 +162,7 @@ class Wave:
         "_nodes",
         "_outgoing",
         "_owner",
+        "_silenced",
         "_watched",
     )
 
@@ -180,12 +181,16 @@ class Wave:
         if leaves:
             is_ddp_possible = torch.distributed.is_initialized()
             self._lent = [
-                node for node in leaves if needs_grad_field(node.variable, is_ddp_possible)
+                node
+                for node in leaves
+                if needs_grad_field(node.variable, is_ddp_possible)
+                or unwatched.has_post_hooks(node)
             ]
             if self._lent:
                 self._leaves = [node for node in leaves if node not in self._lent]
         self._watched: set[Any] = set()
         self._handles: list[Any] = []
+        self._silenced: dict[Any, _Silenced] = {}
         self._found: dict[Any, torch.Tensor] = {}
         self._outgoing: list[Outgoing] = []
 
@@ -195,14 +200,13 @@ class Wave:
         owner = self._owner
         loan = GradLoan() if self._lent else None
         lent: list[torch.Tensor | None] = []
-        checkpoints = Checkpoints(self, self._found_inside)
+        checkpoints = Checkpoints(self, owner.context_id, self._found_inside)
         wave_before = current_wave()
         try:
             for node in self._leaves:
                 self._watch(node)
             for node in self._boundary:
-                reached = functools.partial(self._boundary_reached, node)
-                self._handles.append(unwatched.register(node.register_hook, reached))
+                self._watch_boundary(node)
             if not sinks and not _all_of_torch(set(map(type, self._nodes))):
                 checkpoints.attend(self._nodes)
                 if not checkpoints:
@@ -218,6 +222,8 @@ class Wave:
             checkpoints.leave()
             for handle in self._handles:
                 handle.remove()
+            for silenced in self._silenced.values():
+                silenced.give_back()
             if loan is not None:
                 lent = loan.give_back()
         entering.clear()  # what entered must not count as a reference to what came out
@@ -284,20 +290,69 @@ class Wave:
         # Referred to by the dictionary and by nobody else, if it can be taken over as it is.
         return adopt(self._found[node], node.variable, references=1)
 
+    def _watch_boundary(self, node: Any) -> None:
+        reached = functools.partial(self._boundary_reached, node)
+        handle = unwatched.register(node.register_hook, reached)
+        self._handles.append(handle)
+        if not isinstance(node, _BackwardCFunction):
+            self._silenced[node] = _Silenced(self, handle)
+
     def _boundary_reached(
         self,
         node: Any,
         out: Sequence[torch.Tensor | None],
         entered: Sequence[torch.Tensor | None],
-    ) -> None:
+    ) -> Sequence[torch.Tensor | None] | None:
         if current_wave() is not self:
-            return
-        if not isinstance(node, _BackwardCFunction):
-            out = _call_elsewhere(node, entered, self._owner.create_graph)
+            return None
+        whole = out
+        silenced = self._silenced.get(node)
+        if silenced is not None:
+            by_hand = _call_elsewhere(node, entered, self._owner.create_graph)
+            whole = [a if a is not None else b for a, b in zip(out, by_hand, strict=True)]
+            whole = silenced.run(whole, entered)
         held = self._boundary[node]
-        for (target, number), gradient in zip(node.next_functions, out, strict=True):
+        for (target, number), gradient in zip(node.next_functions, whole, strict=True):
             if gradient is not None and target in held:
                 self._owner.enter(target, number, _fit(gradient, target, number))
+        if silenced is None or not silenced:
+            return None
+        return tuple([None if a is None else b for a, b in zip(out, whole, strict=True)])
+
+
+class _Silenced:
+    """The hooks of others after a node on the boundary. The engine would show them the gradients of
+    some of its edges only, so while this wave runs they are run by it, on all of them."""
+
+    def __init__(self, wave: Wave, own: Any) -> None:
+        self._hooks: dict[int, Any] = own.hooks_dict_ref()
+        self._others = {id_: hook for id_, hook in self._hooks.items() if id_ != own.id}
+        for id_, hook in self._others.items():
+            self._hooks[id_] = functools.partial(_elsewhere, wave, hook)
+
+    def __bool__(self) -> bool:
+        return bool(self._others)
+
+    def run(
+        self, out: Sequence[torch.Tensor | None], entered: Sequence[torch.Tensor | None]
+    ) -> Sequence[torch.Tensor | None]:
+        """What comes out of the node after them."""
+        for id_, hook in self._others.items():
+            if id_ in self._hooks:  # one may remove another
+                changed = hook(tuple(out), tuple(entered))
+                if changed is not None:
+                    out = changed if isinstance(changed, tuple) else (changed,)
+        return out
+
+    def give_back(self) -> None:
+        for id_, hook in self._others.items():
+            if id_ in self._hooks:
+                self._hooks[id_] = hook
+
+
+def _elsewhere(wave: Wave, hook: Callable[..., Any], *gradients: Any) -> Any:
+    """A hook that has its turn later in this wave, and as ever in whatever else runs meanwhile."""
+    return None if current_wave() is wave else hook(*gradients)
 
 
 def _call_elsewhere(node: Any, entered: Sequence[torch.Tensor | None], create_graph: bool) -> Any:

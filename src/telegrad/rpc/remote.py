@@ -224,7 +224,10 @@ class RemoteReferences:
                     if is_method and not answers_when_done:
                         service.answer(source, frame, send, None)
                 frame.buffers = []
-                value = func(*args, **kwargs)
+                try:
+                    value = func(*args, **kwargs)
+                finally:
+                    torch._C._set_grad_enabled(True)  # a function may have left it off
                 if hasattr(func, "_wrapped_async_rpc_function"):
                     checked_future(func, value).add_done_callback(partial(_fill, entry))
                     return

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch._C import _set_grad_enabled
 from torch.futures import Future
 
 from telegrad.errors import ProtocolError, TelegradError
@@ -179,7 +180,10 @@ class Service:
         if frame.kind is Kind.CALL:
             func, args, kwargs = self.unpack_call(source, frame, 0)
             frame.buffers = []  # a tensor argument's memory is free again when the function is done
-            value = func(*args, **kwargs)
+            try:
+                value = func(*args, **kwargs)
+            finally:
+                _set_grad_enabled(True)  # a function may have left it off, for all that follow here
             if hasattr(func, "_wrapped_async_rpc_function"):
                 return None, checked_future(func, value)
             return value, None

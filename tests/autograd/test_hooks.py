@@ -1,0 +1,204 @@
+"""Hooks that change gradients, look at them, or run passes of their own."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from autograd_cluster import Cluster
+
+from telegrad.errors import BackwardError
+
+
+@pytest.fixture
+def engine():
+    with Cluster(1, threads=0) as cluster:
+        yield cluster.engines[0]
+
+
+@pytest.fixture
+def context(engine):
+    made = engine.new()
+    yield made
+    engine.release(made.id)
+
+
+def leaf():
+    return torch.ones(3, requires_grad=True)
+
+
+def times(x, w):
+    return x * w
+
+
+# After a node whose gradients go two ways, one of which must wait: y needs the gradient of z
+
+
+def strict(into, out):
+    return tuple(3 * gradient for gradient in into)
+
+
+def first_only(into, out):
+    return (7 * into[0], *into[1:])
+
+
+def by_what_entered(into, out):
+    return tuple(gradient * out[0] for gradient in into)
+
+
+def looking(into, out):
+    assert all(gradient is not None for gradient in into)
+
+
+CHANGES = [[strict], [first_only], [by_what_entered], [looking], [strict, first_only, looking]]
+
+
+@pytest.mark.parametrize("hooks", CHANGES, ids=lambda hooks: "+".join(h.__name__ for h in hooks))
+@pytest.mark.parametrize("seed", range(4))
+def test_a_hook_after_a_node_sees_and_changes_all_its_gradients(hooks, seed):
+    calls = []
+
+    def counted(hook):
+        def run(into, out):
+            calls.append(hook)
+            return hook(into, out)
+
+        return run
+
+    def program(x, a, double):
+        y = x * a
+        z = double(y)
+        m = y * x
+        for hook in hooks:
+            m.grad_fn.register_hook(counted(hook))
+        return m + z
+
+    x, a = leaf(), torch.full((3,), 2.0, requires_grad=True)
+    program(x, a, lambda y: y * 2).sum().backward()
+    right, plain_calls = (x.grad, a.grad), calls.copy()
+    calls.clear()
+    x.grad = a.grad = None
+    with Cluster(3, seed=seed) as cluster:
+        here, middle, _ = cluster.engines
+        context = here.new()
+
+        def there(x):
+            return program(x, a, lambda y: cluster.call(1, 2, lambda y: y * 2, y))
+
+        here.backward(context.id, [cluster.call(0, 1, there, x).sum()])
+        assert torch.equal(here.get_gradients(context.id)[x], right[0])
+        assert torch.equal(middle.get_gradients(context.id)[a], right[1])
+        here.release(context.id)
+    assert calls == plain_calls == hooks
+
+
+def test_hooks_after_a_node_are_as_before_afterwards():
+    """Also one that removes itself, and one that another removes."""
+    calls = []
+    with Cluster(3) as cluster:
+        here = cluster.engines[0]
+        context = here.new()
+        nodes = []
+
+        def there(x):
+            y = x * 2
+            z = cluster.call(1, 2, lambda y: y * 2, y)
+            m = y * x
+
+            def once(into, out):
+                calls.append("once")
+                handles[0].remove()
+                handles[1].remove()
+
+            handles = [
+                m.grad_fn.register_hook(once),
+                m.grad_fn.register_hook(lambda into, out: calls.append("removed")),
+                m.grad_fn.register_hook(lambda into, out: calls.append("every time")),
+            ]
+            nodes.append(m.grad_fn)
+            return m + z
+
+        loss = cluster.call(0, 1, there, leaf()).sum()
+        here.backward(context.id, [loss], retain_graph=True)
+        here.backward(context.id, [loss], retain_graph=True)
+        assert calls == ["once", "every time", "every time"]
+        here.release(context.id)
+        probe = nodes[0].register_hook(lambda *_: None)
+        assert len(probe.hooks_dict_ref()) == 2
+
+
+def test_a_hook_after_the_node_of_a_leaf_sees_its_gradient(engine, context):
+    x, w = leaf(), leaf()
+    w.grad = torch.full((3,), 100.0)
+    seen = []
+    node = torch.autograd.graph.get_gradient_edge(w).node
+    node.register_hook(lambda into, out: seen.append((into, out)))
+    engine.backward(context.id, [times(x * 5, w).sum()])
+    ((into, (out,)),) = seen
+    assert into == ()
+    assert out.tolist() == [5, 5, 5]
+    assert engine.get_gradients(context.id)[w].tolist() == [5, 5, 5]
+    assert w.grad.tolist() == [100, 100, 100]
+
+
+# Passes inside of passes
+
+
+def test_a_pass_inside_of_a_pass_of_the_same_context_is_refused(engine, context):
+    x, w = leaf(), leaf()
+    y = x * 2
+    inner = (w * 4).sum()
+    y.register_hook(lambda gradient: engine.backward(context.id, [inner], retain_graph=True))
+    with pytest.raises(BackwardError, match="inside of a backward pass of the same context"):
+        engine.backward(context.id, [y.sum()])
+    engine.backward(context.id, [inner])  # and it goes on
+    assert engine.get_gradients(context.id)[w].tolist() == [4, 4, 4]
+
+
+def test_a_pass_inside_of_a_pass_of_another_context(engine, context):
+    x, w = leaf(), leaf()
+    y = x * 2
+    inner = (w * 4).sum()
+    others = []
+    thread = threading.Thread(target=lambda: others.append(engine.new()))
+    thread.start()
+    thread.join()
+    (other,) = others
+    y.register_hook(lambda gradient: engine.backward(other.id, [inner]))
+    engine.backward(context.id, [y.sum()])
+    assert engine.get_gradients(other.id)[w].tolist() == [4, 4, 4]
+    assert engine.get_gradients(context.id)[x].tolist() == [2, 2, 2]
+    engine.release(other.id)
+
+
+def test_a_pass_that_needs_a_field_that_the_one_around_it_has_is_refused(engine, context):
+    p, q = leaf(), leaf()
+    others = []
+    thread = threading.Thread(target=lambda: others.append(engine.new()))
+    thread.start()
+    thread.join()
+    (other,) = others
+    inner = (q * 3).sum()
+    q.register_post_accumulate_grad_hook(lambda leaf: None)
+    p.register_post_accumulate_grad_hook(
+        lambda leaf: engine.backward(other.id, [inner], retain_graph=True)
+    )
+    with pytest.raises(BackwardError, match=r"run the other pass when the first is over"):
+        engine.backward(context.id, [(p * q).sum()])
+    engine.backward(other.id, [inner])
+    assert engine.get_gradients(other.id)[q].tolist() == [3, 3, 3]
+    engine.release(other.id)
+
+
+def test_a_pass_in_inference_mode(engine):
+    x, w = leaf(), torch.full((3,), 2.0, requires_grad=True)
+    with Cluster(2) as cluster:
+        here, there = cluster.engines
+        context = here.new()
+        loss = cluster.call(0, 1, lambda x: x * w, x).sum()
+        with torch.inference_mode():
+            here.backward(context.id, [loss])
+        assert here.get_gradients(context.id)[x].tolist() == [2, 2, 2]
+        assert there.get_gradients(context.id)[w].tolist() == [1, 1, 1]
+        here.release(context.id)
