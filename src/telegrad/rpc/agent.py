@@ -11,6 +11,7 @@ two roles share a process or not.
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -38,6 +39,8 @@ from telegrad.wire.frames import Flags, Frame, Kind, pack_rider
 from telegrad.wire.references import name_of
 
 __all__ = ["Agent"]
+
+_log = logging.getLogger("telegrad.rpc")
 
 _HEAD_ROOM = 4096  # of a body, for what stands in front of the payload
 
@@ -80,6 +83,10 @@ class Agent:
             self.service.has_called,
             partial(on_thread_start, self),
         )
+        for kind in (Kind.REPLY, Kind.ERROR):
+            self.service.handle_frame(kind, self._came_too_late)
+        self.abandon: Callable[[Sequence[Any]], None] = _drop
+        """Ends references that were packed and will not be unpacked."""
         self._riders: list[tuple[Kind, Callable[[int], Any]]] = []
         self._call_ids = itertools.count(1)
 
@@ -101,8 +108,8 @@ class Agent:
         if to == self.info.id:
             return self.call_async(to, func, args, kwargs, timeout).wait()
         self._thread.has_called = True
-        head, encoded, context, message = self.pack_call(to, func, args, kwargs)
         peer = self.network.peer(to)
+        head, encoded, context, message = self.pack_call(to, func, args, kwargs)
         seconds = self.rpc_timeout if timeout is None else timeout
         flags = 0
         for kind, take in self._riders:
@@ -111,16 +118,20 @@ class Agent:
                 flags = Flags.RIDER
                 head = pack_rider(kind, self.codec.encode(rider, to).payload) + head
                 break  # there is room for one
-        frame = peer.exchange(
-            Kind.CALL,
-            context,
-            message,
-            (head, encoded.payload),
-            encoded.buffers,
-            seconds or None,
-            lambda: f"the call of {describe_function(func)}",
-            flags,
-        )
+        try:
+            frame = peer.exchange(
+                Kind.CALL,
+                context,
+                message,
+                (head, encoded.payload),
+                encoded.buffers,
+                seconds or None,
+                lambda: f"the call of {describe_function(func)}",
+                flags,
+            )
+        except WorkerLost:
+            self._take_back(encoded)
+            raise
         return self.result(to, frame)
 
     def call_async(
@@ -134,10 +145,29 @@ class Agent:
         """The same, without waiting. What goes wrong before the call has left is raised here."""
         head, encoded, context, message = self.pack_call(to, func, args, kwargs)
         call = AsyncCall(self, to, context, lambda: f"the call of {describe_function(func)}")
+        self.take_back_when_lost(call.future, encoded)
         self.dispatch(
             call, Kind.CALL, context, message, (head, encoded.payload), encoded.buffers, timeout
         )
         return call.future
+
+    def take_back_when_lost(self, future: Future[Any], encoded: Encoded) -> None:
+        """References that were packed for a worker end if it is lost before it has unpacked them.
+        Those that were packed before its loss do so by that."""
+        if encoded.references:
+            future.add_done_callback(partial(self._look_whether_lost, encoded))
+
+    def _look_whether_lost(self, encoded: Encoded, future: Future[Any]) -> None:
+        try:
+            future.value()
+        except WorkerLost:
+            self._take_back(encoded)
+        except Exception:  # noqa: BLE001 - another failure: it was unpacked
+            return
+
+    def _take_back(self, encoded: Encoded) -> None:
+        if encoded.references:
+            self.abandon(encoded.references)
 
     def pack_call(
         self, to: int, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | None
@@ -183,8 +213,11 @@ class Agent:
         call_id = next(self._call_ids)
         try:
             peer = call.peer = self.network.peer(call.to)
-            multiplex = peer.multiplex()
+            multiplex = peer.multiplex(seconds or None)
             multiplex.expect(call_id, call)
+        except TransportTimeout:
+            call.expire()
+            return
         except ConnectionClosed:
             call.settle_error(peer.loss(call.what()))
             return
@@ -223,10 +256,12 @@ class Agent:
 
         def reply(*parts: Any) -> None:
             pending = take()
-            if pending is not None:
-                if timer is not None:
-                    timer.cancel()
-                pending.succeed(_copied(*parts))
+            if pending is None:
+                self._came_too_late(self.info.id, _copied(*parts))
+                return
+            if timer is not None:
+                timer.cancel()
+            pending.succeed(_copied(*parts))
 
         def expire() -> None:
             pending = take()
@@ -363,6 +398,14 @@ class Agent:
         if frame.kind is Kind.ERROR:
             raise rebuild_failure(self.codec, self.codec.decode(frame.body, frame.buffers))
         raise TelegradError(f"a {frame.kind.name} message came where a reply was expected")
+
+    def _came_too_late(self, source: int, frame: Frame, send: object = None) -> None:
+        """A reply that nobody waits for. References in it must be unpacked, so that they end."""
+        frame.context_id = NO_CONTEXT
+        try:
+            self.result(source, frame)
+        except BaseException as error:  # noqa: BLE001 - nobody is there to hear of it
+            _log.debug("a late reply of worker %d: %r", source, error)
 
     # -- the state of things
 

@@ -4,35 +4,35 @@ Whoever raises an exception writes all frames that it passes through into it, an
 local variables: tensors, the future that was waited for. An exception that is kept, and raised to
 whoever asks, would keep the variables of all of them. From a future it would do so for ever: the
 garbage collector does not see that a future of torch's, which is C++, keeps its exception, and so
-never finds the circle. So what is raised is a copy each time, and what is kept knows where it was
-raised, but not what the variables were then.
+never finds the circle. So what is raised is a copy each time, and what is kept has no frames, only
+the text of where it was raised.
 """
 
 from __future__ import annotations
 
 import copy
-import inspect
-import types
-from typing import Any
+import traceback
+from typing import Any, TypeVar
 
 from torch.futures import Future
 
-__all__ = ["again", "fail", "without_locals"]
+__all__ = ["again", "fail", "take_origin", "without_frames"]
 
-_SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+_ORIGIN = "__telegrad_origin__"
+_E = TypeVar("_E", bound=BaseException)
 
 
 def fail(future: Future[Any], error: BaseException) -> None:
     """Like `future.set_exception`, for an exception that nobody else keeps."""
     future._set_unwrap_func(_raise_again)
-    future.set_result(without_locals(error))
+    future.set_result(without_frames(error))
 
 
 def _raise_again(error: BaseException) -> None:
     raise again(error)
 
 
-def again(error: BaseException) -> BaseException:
+def again(error: _E) -> _E:
     """The same exception once more, to be raised."""
     try:
         new = copy.copy(error)
@@ -43,39 +43,25 @@ def again(error: BaseException) -> BaseException:
         new.__dict__.update(error.__dict__)
     new.__cause__, new.__context__ = error.__cause__, error.__context__
     new.__suppress_context__ = error.__suppress_context__
-    return new.with_traceback(error.__traceback__)
+    return new.with_traceback(None)
 
 
-def without_locals(error: BaseException) -> BaseException:
-    """The exception itself, and those that led to it, without what the variables of functions were
-    that have ended, and without the functions that run still: they are about to handle it."""
+def without_frames(error: _E) -> _E:
+    """The exception itself, without the frames in it and in those that led to it."""
+    if error.__traceback__ is not None:
+        error.__dict__.setdefault(_ORIGIN, "".join(traceback.format_exception(error)))
     todo: list[BaseException | None] = [error]
     seen: set[int] = set()
     while todo:
         each = todo.pop()
-        if each is None or id(each) in seen:
-            continue
-        seen.add(id(each))
-        todo += (each.__cause__, each.__context__)
-        ended: list[types.TracebackType] = []
-        step = each.__traceback__
-        while step is not None:
-            if _clear(step.tb_frame):
-                ended.append(step)
-            step = step.tb_next
-        kept: types.TracebackType | None = None
-        for step in reversed(ended):
-            kept = types.TracebackType(kept, step.tb_frame, step.tb_lasti, step.tb_lineno)
-        each.__traceback__ = kept
+        if each is not None and id(each) not in seen:
+            seen.add(id(each))
+            todo += (each.__cause__, each.__context__)
+            each.__traceback__ = None
     return error
 
 
-def _clear(frame: types.FrameType) -> bool:
-    """Lets go of the variables of a function that has ended; False if it has not."""
-    if frame.f_code.co_flags & _SUSPENDABLE:
-        return False  # it may be suspended, and clearing would end it
-    try:
-        frame.clear()
-    except RuntimeError:
-        return False
-    return True
+def take_origin(error: BaseException) -> str:
+    """The text of where an exception was raised that was kept; empty if it was not."""
+    origin: str = error.__dict__.pop(_ORIGIN, "")
+    return origin

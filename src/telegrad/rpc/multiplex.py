@@ -53,7 +53,8 @@ class PendingCall:
 class Multiplex:
     """
     Args:
-        on_request: gets each frame that is no reply; must not block.
+        on_request: gets each frame that is no reply, or one that nobody awaits any more; must not
+            block.
         on_closed: called once with the reason when the connection has ended.
         defer: runs something soon, on another thread.
     """
@@ -187,8 +188,10 @@ class Multiplex:
         kind = frame.kind
         if kind is Kind.REPLY or kind is Kind.ERROR:
             call = self._pending.pop(frame.call_id, None)
-            if call is not None:  # else it came too late, and its buffers die here
+            if call is not None:
                 call.succeed(frame)
+            else:  # it came too late, and may hold references, which must end
+                self._on_request(self, frame)
         elif kind is not Kind.PONG:
             self._on_request(self, frame)
 

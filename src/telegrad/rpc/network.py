@@ -8,6 +8,7 @@ that answers on the connection it came from.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -35,6 +36,8 @@ from telegrad.wire.memory import BufferPool
 __all__ = ["Network", "Send"]
 
 _log = logging.getLogger("telegrad.rpc")
+
+_FAILURES_TO_CONNECT = (ConnectionClosed, TransportTimeout, AuthenticationError, ProtocolError)
 
 Send = Callable[..., None]
 """`Connection.send`, of the connection that a message came on."""
@@ -234,11 +237,20 @@ class Network:
             self._lost,
             shm.SharedMemory() if shares else None,
             (self._options.heartbeat_interval, self._options.heartbeat_timeout),
+            self._on_late,
         )
+
+    def _on_late(self, peer: Peer, receive: Callable[[], Frame | None]) -> None:
+        def serve() -> None:
+            frame = receive()
+            if frame is not None:
+                self._serve(peer.info.id, frame, _to_nobody)
+
+        self.work.submit(serve)
 
     # -- connecting
 
-    def _connect(self, peer: Peer, purpose: Purpose) -> Connection:
+    def _connect(self, peer: Peer, purpose: Purpose, seconds: float | None) -> Connection:
         if self._is_closing:
             raise WorkerLost(
                 f"worker {peer.info.name!r} cannot be called: this worker is shutting down",
@@ -248,21 +260,31 @@ class Network:
         address = self._address_of(peer)
         scheme = address.partition(":")[0]
         timeout = self._options.connect_timeout
+        end = math.inf
+        if seconds is not None and seconds < timeout:
+            timeout = seconds
+            end = time.monotonic() + seconds
         connection: Connection | None = None
         try:
             connection = self._transports[scheme].connect(address, timeout)
             connection.set_timeout(timeout)
+            peer.watch(connection)
             introduce(
                 connection,
                 self._secret,
                 Identity(self.info.id, peer.info.id, purpose, self.incarnation, peer.incarnation),
             )
             connection.set_timeout(None)
-        except (ConnectionClosed, TransportTimeout, AuthenticationError, ProtocolError) as error:
+        except BaseException as error:
             if connection is not None:
+                peer.remove(connection)
                 connection.close()
             if isinstance(error, TransportTimeout):
                 error = TransportTimeout(f"no answer within {timeout:g} seconds")
+            if not isinstance(error, _FAILURES_TO_CONNECT):
+                raise
+            if time.monotonic() >= end:
+                raise TransportTimeout(f"no connection within {seconds:g} seconds") from None
             raise peer.unreachable(error) from None
         return connection
 
@@ -433,6 +455,10 @@ class Network:
         with self._threads_lock:
             self._threads.add(thread)
             thread.start()  # one that is in the set can be joined
+
+
+def _to_nobody(*parts: object) -> None:
+    """Where the answer to a late reply goes: there is none."""
 
 
 def _pong(multiplex: Multiplex) -> None:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from telegrad.errors import RemoteError, SerializationError, TelegradError
+from telegrad.rpc.kept_errors import take_origin
 from telegrad.rpc.worker_info import WorkerInfo
 from telegrad.wire.codec import Codec, Encoded
 
@@ -35,7 +36,8 @@ class Failure(NamedTuple):
 
 def pack_failure(codec: Codec, error: BaseException, worker: WorkerInfo) -> Encoded:
     """Packs an exception; never fails itself."""
-    frames = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    frames = take_origin(error)
+    frames += "".join(traceback.format_exception(type(error), error, error.__traceback__))
     try:
         text = str(error)
     except Exception:  # noqa: BLE001 - a user's __str__ may do anything
@@ -46,7 +48,7 @@ def pack_failure(codec: Codec, error: BaseException, worker: WorkerInfo) -> Enco
         # TorchScript's error is no RuntimeError, and nothing but a text: a RemoteError serves
         # programs better, which catch that around their calls.
         if not isinstance(error, torch.jit.Error):
-            encoded = codec.encode(_without_traceback(error))
+            encoded = codec.encode(error)  # causes and notes are in the text already
             packed = None if encoded.buffers else encoded.payload
     except Exception:  # noqa: BLE001 - an exception may hold anything: then its text must do
         packed = None
@@ -57,11 +59,6 @@ def pack_failure(codec: Codec, error: BaseException, worker: WorkerInfo) -> Enco
     except SerializationError:  # it is too large
         short = failure._replace(text=text[:_SHORT], traceback=frames[-_SHORT:], packed=None)
         return codec.encode(short)
-
-
-def _without_traceback(error: BaseException) -> BaseException:
-    # Causes and notes are in the text already; pickle drops the rest.
-    return error
 
 
 def rebuild_failure(codec: Codec, failure: Failure) -> BaseException:

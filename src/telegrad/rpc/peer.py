@@ -54,6 +54,7 @@ _POST_SECONDS = 60.0
 _MOST_POSTED = 32  # lanes with a receipt outstanding; beyond it posts share the multiplex
 _IDLE_SECONDS = 30.0  # after which a lane that nobody needed is closed
 _KEPT_LANES = 2
+_MOST_LATE = 64  # lanes on which a reply is awaited by nobody; beyond it they are closed
 _RECEIPT_SECONDS = 60.0  # without its receipt for so long, a lane is closed
 
 
@@ -68,22 +69,25 @@ class _Posted(NamedTuple):
 class Peer:
     """
     Args:
-        connect: opens and authenticates a connection to the worker.
+        connect: opens and authenticates a connection to the worker, within so many seconds; raises
+            TransportTimeout if these are fewer than there are for any connection.
         new_multiplex: wraps a connection, not yet started.
         on_lost: hears once of each loss, and why.
         memory: what large tensors travel through on one host, or None.
         heartbeat: seconds between signs of life, and seconds of silence that mean a loss.
+        on_late: gets what reads a reply that nobody waits for any more, and may block.
     """
 
     def __init__(
         self,
         info: WorkerInfo,
         incarnation: bytes,
-        connect: Callable[[Peer, Purpose], Connection],
+        connect: Callable[[Peer, Purpose, float | None], Connection],
         new_multiplex: Callable[[Peer, Connection], Multiplex],
         on_lost: Callable[[Peer, str], None],
         memory: SharedMemory | None,
         heartbeat: tuple[float, float],
+        on_late: Callable[[Peer, Callable[[], Frame | None]], None],
     ) -> None:
         self.info = info
         self.incarnation = incarnation
@@ -96,6 +100,8 @@ class Peer:
         self._used_lanes: set[Connection] = set()  # since they were last trimmed
         self._lanes_trimmed_at = time.monotonic()
         self._posted: collections.deque[_Posted] = collections.deque()
+        self._late: collections.deque[_Posted] = collections.deque()
+        self._on_late = on_late
         self._numbers = itertools.count(1)
         self._connections: set[Connection] = set()  # every open one, so that a loss can end them
         self._connections_lock = threading.Lock()  # guards the set above and the two below
@@ -125,16 +131,27 @@ class Peer:
         Ends in the reply, in `RpcTimeout` after `timeout` seconds, or in `WorkerLost` when the
         connection ends, which the heartbeat sees to if the peer no longer answers.
         """
-        lane = self._take_lane()
+        lane = self._idle_lane()
+        seconds = timeout
+        if lane is None:
+            try:
+                lane, seconds = self._open_lane_within(timeout)
+            except TransportTimeout:
+                raise self.timed_out(timeout or 0.0, what()) from None
         number = next(self._numbers)
+        reads = -1
         try:
-            lane.set_timeout(timeout)
+            lane.set_timeout(seconds)
             lane.send(kind, flags, number, context_id, message_id, body, buffers)
+            reads = lane.reads
             frame = lane.receive()
             while frame.call_id != number:
                 frame = lane.receive()
         except TransportTimeout:
-            self._discard(lane)
+            if lane.reads == reads:
+                self._keep_for_late_reply(lane, number)
+            else:  # in the middle of a message
+                self._discard(lane)
             raise self.timed_out(timeout or 0.0, what()) from None
         except (ConnectionClosed, ProtocolError) as error:
             self._discard(lane)
@@ -240,16 +257,70 @@ class Peer:
             return None  # told to all who watch
 
     def _take_lane(self) -> Connection:
+        return self._idle_lane() or self._open_lane(None)
+
+    def _idle_lane(self) -> Connection | None:
         while True:
             try:
                 lane = self._idle.pop()
             except IndexError:
                 if not self._settle():
-                    return self._open_lane()
+                    return None
                 continue
             if lane in self._connections:
                 return lane
             lane.close()  # it is from before a loss, and was in use then
+
+    def _open_lane_within(self, seconds: float | None) -> tuple[Connection, float | None]:
+        """A new lane, and how much of the time is left then."""
+        if seconds is None:
+            return self._open_lane(None), None
+        end = time.monotonic() + seconds
+        return self._open_lane(seconds), max(end - time.monotonic(), 1e-3)
+
+    def _keep_for_late_reply(self, lane: Connection, number: int) -> None:
+        """Somebody gave up waiting. What comes still may hold references to values, whose owners
+        keep them until somebody has unpacked them."""
+        if len(self._late) >= _MOST_LATE:
+            try:
+                self._discard(self._late.popleft().lane)
+            except IndexError:
+                pass  # they have all come in this moment
+        lane.set_timeout(_POST_SECONDS)
+        if lane in self._connections:
+            self._late.append(_Posted(lane, number, time.monotonic()))
+        else:
+            lane.close()
+
+    def _look_for_late_replies(self) -> None:
+        for _ in range(len(self._late)):
+            try:
+                late = self._late.popleft()
+            except IndexError:
+                return
+            try:
+                has_come = late.lane.poll()
+            except (ConnectionClosed, TransportTimeout, ProtocolError):
+                self._discard(late.lane)
+                continue
+            if has_come:
+                self._on_late(self, partial(self._late_reply, late))
+            elif late.lane in self._connections:
+                self._late.append(late)
+            else:
+                late.lane.close()
+
+    def _late_reply(self, late: _Posted) -> Frame | None:
+        lane = late.lane
+        try:
+            frame = lane.receive()
+            while frame.call_id != late.number:
+                frame = lane.receive()
+        except (ConnectionClosed, TransportTimeout, ProtocolError):
+            self._discard(lane)
+            return None
+        self._put_back(lane, is_cold=True)
+        return frame
 
     def _put_back(self, lane: Connection, *, is_cold: bool = False) -> None:
         """Calls take the lane that was put back last: its thread is still awake at the other end.
@@ -305,33 +376,42 @@ class Peer:
             else:
                 self._keep_waiting(posted)
 
-    def _open_lane(self) -> Connection:
-        self.multiplex()  # it watches over the lanes: without it nobody would hear of a loss
-        lane = self._connect(self, Purpose.LANE)
+    def _open_lane(self, seconds: float | None) -> Connection:
+        self.multiplex(seconds)  # it watches the lanes: without it nobody would hear of a loss
+        lane = self._connect(self, Purpose.LANE, seconds)
         self.add(lane)
         lane.open_mailbox()
         return lane
 
     # -- connections
 
-    def multiplex(self) -> Multiplex:
+    def multiplex(self, seconds: float | None = None) -> Multiplex:
         """The connection for everything that is not answered in turn; opened at first use.
+
+        Args:
+            seconds: how long that may take, if less than for any connection.
 
         Raises:
             WorkerLost: the worker cannot be reached.
+            TransportTimeout: not within `seconds`.
         """
         for multiplex in self._multiplexes:
             if not multiplex.is_closed:
                 return multiplex
-        with self._opening_lock:
+        # Whoever opens it needs no longer than any connection does.
+        if not self._opening_lock.acquire(timeout=-1 if seconds is None else seconds):
+            raise TransportTimeout(f"no connection within {seconds:g} seconds")
+        try:
             for multiplex in self._multiplexes:
                 if not multiplex.is_closed:
                     return multiplex
-            connection = self._connect(self, Purpose.MULTIPLEX)
+            connection = self._connect(self, Purpose.MULTIPLEX, seconds)
             multiplex = self._new_multiplex(self, connection)
             self.add(connection)
             self.adopt(multiplex)
             return multiplex
+        finally:
+            self._opening_lock.release()
 
     def adopt(self, multiplex: Multiplex) -> None:
         """Takes a multiplex into use; one that the peer has opened serves both ways."""
@@ -347,6 +427,11 @@ class Peer:
             self._connections.add(connection)
         if self._is_closed:
             connection.interrupt()  # too late: nobody else would end it any more
+
+    def watch(self, connection: Connection) -> None:
+        """Ends a connection that is being opened, too, when the worker is lost."""
+        with self._connections_lock:
+            self._connections.add(connection)
 
     def remove(self, connection: Connection) -> None:
         with self._connections_lock:
@@ -381,6 +466,8 @@ class Peer:
             idle.add(self._idle.pop())
         while self._posted:
             idle.add(self._posted.popleft().lane)
+        while self._late:
+            idle.add(self._late.popleft().lane)
         for connection in connections:
             connection.interrupt()  # whoever waits on it wakes, and closes it
         for lane in idle:
@@ -432,8 +519,9 @@ class Peer:
         return SendPing() in effects
 
     def trim(self, now: float) -> None:
-        """Lets go of what has not been used for a while."""
+        """Lets go of what has not been used for a while, and of what nobody waits for."""
         self._settle_all(now)
+        self._look_for_late_replies()
         self._trim_lanes(now)
         if self.memory is not None:
             self.memory.trim(now)

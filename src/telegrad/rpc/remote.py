@@ -28,10 +28,10 @@ from telegrad.rpc.agent import Agent
 from telegrad.rpc.async_call import AsyncCall
 from telegrad.rpc.call_head import name_in
 from telegrad.rpc.functions import checked_future
-from telegrad.rpc.kept_errors import fail
+from telegrad.rpc.kept_errors import again, fail, without_frames
 from telegrad.rpc.network import Send
 from telegrad.rpc.outcome import as_exception, describe_function
-from telegrad.rpc.rref import RRef
+from telegrad.rpc.rref import RRef, rebuild_rref
 from telegrad.rpc.rref_proxy import call_owned, call_owned_async
 from telegrad.rpc.rref_records import OwnerEntry
 from telegrad.rpc.rref_table import RRefTable
@@ -39,11 +39,13 @@ from telegrad.rpc.worker_info import WorkerInfo
 from telegrad.wire.codec import Codec, Encoded, Reducer
 from telegrad.wire.frames import Frame, Kind
 from telegrad.wire.references import name_of
+from telegrad.wire.salvage import arguments_in
 
 __all__ = ["REMOTE_HEAD", "RemoteReferences", "register_reducer"]
 
 _log = logging.getLogger("telegrad.rpc")
 
+_PATIENCE = 60.0  # seconds without any change, after which references will not end any more
 _MOST_LEAKS = 10  # told of at shutdown, one by one
 
 _reducers: dict[type, Reducer] = {}
@@ -85,7 +87,7 @@ class RemoteReferences:
             is_successor: a worker with this id was here before; its ids must not be used again.
         """
         self._agent = agent
-        self.codec.abandon = lambda packed: self.table.abandon(packed)
+        self.codec.abandon = agent.abandon = lambda packed: self.table.abandon(packed)
         self.table = RRefTable(
             agent,
             fetch=self._fetch,
@@ -133,11 +135,12 @@ class RemoteReferences:
             head, encoded, context, message = agent.pack_call(to, func, args, kwargs)
             call = AsyncCall(agent, to, context, lambda: f"remote({describe_function(func)})")
             call.future.add_done_callback(partial(self._created, fork_id))
+            agent.take_back_when_lost(call.future, encoded)
             ids = REMOTE_HEAD.pack(*rref_id, *fork_id, bool(timeout))
             body = (ids, head, encoded.payload)
             agent.dispatch(call, Kind.REMOTE, context, message, body, encoded.buffers, timeout)
         except Exception as error:
-            self.table.creation_failed(fork_id, error)
+            self.table.creation_failed(fork_id, again(error))
             raise
         return rref
 
@@ -156,7 +159,7 @@ class RemoteReferences:
         try:
             future.wait()  # it is done
         except Exception as error:  # noqa: BLE001 - whatever it is, the reference tells it
-            self.table.creation_failed(fork_id, error)
+            self.table.creation_failed(fork_id, without_frames(error))
         else:
             self.table.creation_finished(fork_id)
 
@@ -267,8 +270,15 @@ class RemoteReferences:
                 "; ".join(leaks[:_MOST_LEAKS]),
                 "; ..." if len(leaks) > _MOST_LEAKS else "",
             )
-        still_open = self.table.flush(timeout or None)
-        if still_open:
+        still_open = self.table.flush(timeout or None, _PATIENCE)
+        if still_open and not timeout:
+            _log.warning(
+                "%s shuts down with references that did not end: a message that held them was "
+                "never unpacked, or a worker has hung: %s",
+                self._agent.info.name,
+                "; ".join(still_open[:_MOST_LEAKS]),
+            )
+        elif still_open:
             raise RRefError("remote references were still open: " + "; ".join(still_open))
 
     def close(self) -> None:
@@ -277,7 +287,8 @@ class RemoteReferences:
 
 class _ReferenceCodec(Codec):
     """A codec that takes references back which were packed into a message that is not sent,
-    because something after them in it cannot be packed."""
+    because something after them in it cannot be packed; and ends those in a message that cannot be
+    unpacked."""
 
     abandon: Callable[[list[tuple[RRefId, ForkId]]], None]
 
@@ -301,13 +312,23 @@ class _ReferenceCodec(Codec):
         apart: bool = False,
     ) -> Encoded:
         try:
-            return super()._encode_any(value, destination, root, labels, apart=apart)
+            encoded = super()._encode_any(value, destination, root, labels, apart=apart)
+            if "packed" in self._thread.__dict__:
+                encoded.references = self.packed
+            return encoded
         except BaseException:
             self.abandon(self.packed)
             raise
         finally:
             if "packed" in self._thread.__dict__:
                 del self._thread.packed
+
+    def _not_decoded(self, stream: bytes | bytearray | memoryview) -> None:
+        for arguments in arguments_in(stream, rebuild_rref):
+            try:
+                rebuild_rref(*arguments)  # and nobody keeps it; unpacking one twice does no harm
+            except Exception as error:  # noqa: BLE001 - the message is damaged: it is an error anyway
+                _log.debug("a reference could not be unpacked: %s", error)
 
 
 def _fill(entry: OwnerEntry, future: Future[Any]) -> None:

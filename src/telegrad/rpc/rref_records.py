@@ -14,7 +14,7 @@ import torch
 
 from telegrad.errors import RpcTimeout, RRefError
 from telegrad.ids import ForkId, RRefId
-from telegrad.rpc.kept_errors import again, fail, without_locals
+from telegrad.rpc.kept_errors import again, fail, without_frames
 from telegrad.rpc.rref_texts import text_of_id
 
 __all__ = ["Creation", "OwnerEntry", "UserRecord"]
@@ -101,7 +101,7 @@ class OwnerEntry:
         self._settle(value, None)
 
     def set_error(self, error: Exception) -> None:
-        without_locals(error)
+        without_frames(error)
         self._settle(_PENDING, error)
 
     def creation_failed(self, error: Exception) -> None:

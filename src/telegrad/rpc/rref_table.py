@@ -124,13 +124,14 @@ class RRefTable:
         """Starts the table's own thread. Without it, `drain` must be called."""
         self._housekeeper.start()
 
-    def flush(self, timeout: float | None = None) -> list[str]:
+    def flush(self, timeout: float | None = None, patience: float | None = None) -> list[str]:
         """Ends all of this worker's references to others' values, and waits until no reference
         crosses its border any more, either way. For a graceful shutdown, on all workers at once,
         followed by a barrier and `close`.
 
         The wait ends when the owners have acknowledged, when the other workers have ended their
-        references to values here (or are lost), or after `timeout` seconds.
+        references to values here (or are lost), after `timeout` seconds, or when nothing has
+        changed for `patience` seconds.
 
         Returns:
             what is still open, in words; empty if all went well.
@@ -139,8 +140,17 @@ class RRefTable:
         self._apply([ev.FlushStarted()])
         with self._settled:
             self._is_flushing = True
-            self._settled.wait_for(lambda: self._is_closed or self._machine.is_settled(), timeout)
+            end = None if timeout is None else time.monotonic() + timeout
+            open_before: list[str] = []
+            while not self._settled.wait_for(self._is_done, _least(end, patience)):
+                open_now = self._describe_open()
+                if open_now == open_before or (end is not None and time.monotonic() >= end):
+                    break
+                open_before = open_now
             return self._describe_open()
+
+    def _is_done(self) -> bool:
+        return self._is_closed or self._machine.is_settled()
 
     def close(self) -> None:
         """Lets go of everything; whoever still waits is told. Values stay with local RRefs."""
@@ -550,3 +560,11 @@ class RRefTable:
         if why is ev.Reason.OWNER_LOST:
             return texts.owner_lost(record.rref_id, owner, reason, attempt)
         return texts.value_never_found(record.rref_id, owner, attempt)
+
+
+def _least(end: float | None, patience: float | None) -> float | None:
+    """How long to wait now."""
+    left = None if end is None else max(0.0, end - time.monotonic())
+    if left is None or patience is None:
+        return patience if left is None else left
+    return min(left, patience)

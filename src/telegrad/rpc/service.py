@@ -204,8 +204,8 @@ class Service:
         name, start = name_in(frame.body, offset)
         payload = memoryview(frame.body)[start:]
         if name:
+            args, kwargs = self.decode(source, frame, payload)  # references in it must be unpacked
             func = function_named(name)
-            args, kwargs = self.decode(source, frame, payload)
         else:
             func, args, kwargs = self.decode(source, frame, payload)
         self.admit()

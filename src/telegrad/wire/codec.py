@@ -70,12 +70,14 @@ class Encoded:
         keep: owners of that memory.
         tensors: the tensors in the value that require grad, in the table's order: the originals,
             with their history.
+        references: those in the value that end with it, if it is not sent.
     """
 
     payload: bytes
     buffers: list[memoryview]
     keep: list[object]
     tensors: list[Tensor]
+    references: Sequence[Any] = ()
 
 
 @dataclass(slots=True)
@@ -310,7 +312,11 @@ class Codec:
         except (TelegradError, KeyboardInterrupt):
             raise
         except BaseException as error:  # a module that exits when it is imported, say
+            self._not_decoded(stream)
             raise _decoding_error(stream, error) from error
+
+    def _not_decoded(self, stream: bytes | bytearray | memoryview) -> None:
+        """A pickle could not be loaded, or only in part."""
 
     def _explain(
         self, value: Any, error: Exception, root: str, labels: Sequence[str] | None
