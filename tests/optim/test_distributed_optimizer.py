@@ -8,7 +8,7 @@ from torch import optim
 from torch.optim import lr_scheduler
 
 from telegrad import autograd, rpc
-from telegrad.errors import RemoteError
+from telegrad.errors import ContextError, RemoteError
 from telegrad.optim import DistributedLRScheduler, DistributedOptimizer
 from telegrad.testing.cluster import cluster
 
@@ -167,6 +167,18 @@ def test_an_unknown_context_is_refused(weights):
     optimizer = DistributedOptimizer(optim.SGD, references(weights), lr=0.1)
     with pytest.raises(RuntimeError, match="Could not find autograd context with id: 12345"):
         optimizer.step(12345)
+
+
+def test_a_context_that_has_ended_is_refused_before_anything_is_stepped(weights):
+    optimizer = DistributedOptimizer(optim.SGD, references(weights), lr=0.1)
+    before = values(weights)
+    with autograd.context() as context_id:
+        loss = weights[0].rpc_sync().forward(torch.ones(3, 1)).sum()
+        autograd.backward(context_id, [loss])
+    with pytest.raises(ContextError, match=f"Could not find autograd context with id: {context_id}"):
+        optimizer.step(context_id)
+    for found, wanted in zip(values(weights), before, strict=True):
+        assert torch.equal(found, wanted)
 
 
 def test_what_is_no_parameter_is_refused():

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from telegrad import rpc
+from telegrad import autograd, rpc
 from telegrad.optim.local import Group, LocalOptimizer, new_local_optimizer
 from telegrad.optim.together import wait_for_all
 from telegrad.rpc import RRef
@@ -79,6 +79,8 @@ class DistributedOptimizer:
         Parameters without a gradient in the context are left as they are.
 
         Raises:
+            ContextError: there is no such context on this worker, or it has ended; nothing was
+                stepped.
             RemoteError: a step failed; it says where. Other owners may have stepped.
             TypeError: a closure was given. It would have to run the forward pass again, with the
                 backward pass through all workers: write that loop in the program.
@@ -88,6 +90,8 @@ class DistributedOptimizer:
                 "step() takes the id of an autograd context, and no closure: a closure would have "
                 "to run forward and backward through all workers; do that before each step()"
             )
+        # Its end takes a moment to reach the owners: until then they would step.
+        autograd._retrieve_context(context_id)
         others = dict(self._by_owner)
         # One step this thread takes itself, or waits for on its own connection: no other thread
         # has to be woken for it.
