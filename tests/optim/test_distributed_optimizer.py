@@ -186,6 +186,11 @@ def test_what_is_no_parameter_is_refused():
         DistributedOptimizer(optim.SGD, [], lr=0.1)
     with pytest.raises(TypeError, match="RRefs"):
         DistributedOptimizer(optim.SGD, [torch.ones(2)], lr=0.1)
+    with pytest.raises(ValueError, match="groups without a parameter"):
+        DistributedOptimizer(optim.SGD, [{"params": []}, {"params": []}], lr=0.1)
+    for params in (torch.ones(2), [torch.ones(2)]):
+        with pytest.raises(TypeError, match="must be RRefs of parameters, got a Tensor"):
+            DistributedOptimizer(optim.SGD, [{"params": params}], lr=0.1)
 
 
 def trainer(weights, params, steps):

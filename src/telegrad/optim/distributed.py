@@ -35,6 +35,7 @@ class DistributedOptimizer:
     Raises:
         RemoteError: the optimizer could not be made on some worker; it says on which.
         ValueError: there are no parameters.
+        TypeError: something among them is no reference, and no group of them.
 
     Example::
 
@@ -149,7 +150,14 @@ def _groups_by_owner(
         members = [item["params"]] if isinstance(item["params"], RRef) else item["params"]
         split: dict[str, list[RRef[Any]]] = {}
         for rref in members:
+            if not isinstance(rref, RRef):
+                raise TypeError(
+                    "'params' of a parameter group must be RRefs of parameters, got a "
+                    f"{type(rref).__name__}"
+                )
             split.setdefault(rref.owner_name(), []).append(rref)
         for owner, rrefs in split.items():
             groups.setdefault(owner, []).append(Group(params=rrefs, options=options))
+    if not groups:
+        raise ValueError("optimizer got parameter groups without a parameter")
     return groups
