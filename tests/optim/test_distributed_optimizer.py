@@ -175,7 +175,9 @@ def test_a_context_that_has_ended_is_refused_before_anything_is_stepped(weights)
     with autograd.context() as context_id:
         loss = weights[0].rpc_sync().forward(torch.ones(3, 1)).sum()
         autograd.backward(context_id, [loss])
-    with pytest.raises(ContextError, match=f"Could not find autograd context with id: {context_id}"):
+    with pytest.raises(
+        ContextError, match=f"Could not find autograd context with id: {context_id}"
+    ):
         optimizer.step(context_id)
     for found, wanted in zip(values(weights), before, strict=True):
         assert torch.equal(found, wanted)

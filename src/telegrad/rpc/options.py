@@ -11,9 +11,11 @@ from telegrad.transport.base import Transport
 from telegrad.transport.patience import DEFAULT_WINDOW
 from telegrad.wire.frames import Limits
 
-__all__ = ["DEFAULT_RPC_TIMEOUT", "RpcOptions", "TlsOptions"]
+__all__ = ["DEFAULT_RPC_TIMEOUT", "LONGEST_TIMEOUT", "RpcOptions", "TlsOptions"]
 
 DEFAULT_RPC_TIMEOUT = 60.0
+LONGEST_TIMEOUT = 2e6
+"""About 23 days. `poll` counts milliseconds in 31 bits: more than this counts as no limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +59,7 @@ class RpcOptions:
 
     Args:
         rpc_timeout: seconds after which a call fails, where the call says nothing else; 0 is never.
+            It is also how long `init_rpc` waits for the meeting place, and there for each worker.
         init_method: where the workers meet: `env://`, `tcp://host:port` or `file:///path`.
         num_worker_threads: threads that run asynchronous calls; more are started when all of them
             are blocked.

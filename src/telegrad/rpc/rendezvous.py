@@ -30,7 +30,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from telegrad.errors import TelegradError
 from telegrad.ids import MAX_WORKER_ID
-from telegrad.rpc.options import RpcOptions
+from telegrad.rpc.options import LONGEST_TIMEOUT, RpcOptions
 from telegrad.rpc.worker_info import WorkerInfo
 
 __all__ = ["Directory", "Record", "host_identity", "meet"]
@@ -80,20 +80,53 @@ def meet(options: RpcOptions, rank: int, world_size: int | None) -> tuple[Store,
         )
     if world_size is None and rank < 0 and scheme == "env" and "WORLD_SIZE" in os.environ:
         world_size = int(os.environ["WORLD_SIZE"])
-    if world_size is None:
-        if rank < 0:
-            raise _missing_rank(scheme)
-        create: Any = dist._create_store_from_options  # type: ignore[attr-defined]
-        store = create(options, rank)
-        size = 0
-    else:
-        rendezvous: Any = dist.rendezvous  # type: ignore[attr-defined]
-        iterator = rendezvous(options.init_method, rank=rank, world_size=world_size)
-        store, rank, size = next(iterator)
-        _iterators.append(iterator)
-    if options.rpc_timeout:
-        store.set_timeout(timedelta(seconds=options.rpc_timeout))
-    return _fresh(store, _place(options.init_method), rank), rank, size
+    if world_size is None and rank < 0:
+        raise _missing_rank(scheme)
+    if rank < 0 and scheme == "env" and "RANK" in os.environ:
+        rank = int(os.environ["RANK"])
+        _check(rank, world_size)
+    store = _open_store(options, rank, world_size)
+    return _fresh(store, _place(options.init_method), rank), rank, world_size or 0
+
+
+def _open_store(options: RpcOptions, rank: int, world_size: int | None) -> Store:
+    url = urlparse(options.init_method)
+    directory = os.path.dirname(url.path)
+    if url.scheme == "file" and directory and not os.path.isdir(directory):
+        raise ValueError(
+            f"init_method is {options.init_method!r}, and there is no directory {directory!r} on "
+            "this host: make it, or mend the path. All workers must see the same file"
+        )
+    # The file is removed by the last of so many workers. A TCP store is not told how many there
+    # are: it would wait for them without a word on who is missing, and `Directory` has that.
+    size = world_size if world_size is not None and url.scheme == "file" else -1
+    of_worker = f"rank={rank}" if rank >= 0 else ""  # torch says what is missing then
+    query = "&".join(filter(None, [url.query, of_worker, f"world_size={size}"]))
+    timeout = timedelta(seconds=options.rpc_timeout or LONGEST_TIMEOUT)
+    rendezvous: Any = dist.rendezvous  # type: ignore[attr-defined]
+    iterator = rendezvous(url._replace(query=query).geturl(), timeout=timeout)
+    try:
+        store: Store = next(iterator)[0]
+    except RuntimeError as error:
+        raise TelegradError(
+            f"the workers' meeting place {_place(options.init_method)} could not be opened: "
+            f"{str(error).splitlines()[0]} {_what_to_check(url.scheme, rank)}"
+        ) from None
+    _iterators.append(iterator)
+    store.set_timeout(timeout)
+    return store
+
+
+def _what_to_check(scheme: str, rank: int) -> str:
+    if scheme == "file":
+        return "Check that this process may write the file"
+    where = "MASTER_ADDR and MASTER_PORT" if scheme == "env" else "address and port of init_method"
+    if rank == 0:
+        return f"Check that {where} are of this host, and that no other process uses the port"
+    return (
+        f"The worker of rank 0 keeps a store there: check that it was started, that {where} are "
+        "the same for all workers, and that this host can reach it"
+    )
 
 
 def _missing_rank(scheme: str) -> ValueError:
