@@ -206,6 +206,20 @@ def group_of(size, init_method, environment=lambda rank: {}, name=lambda rank: N
             line.close()
 
 
+def test_options_that_were_changed_are_checked_when_they_are_used(tmp_path):
+    options = rpc.RpcOptions(init_method=f"file://{tmp_path}/store")
+    options.rpc_timeout = "long"
+    with pytest.raises(TypeError, match=r"rpc_timeout must be a number of seconds.*'long'"):
+        rpc.init_rpc("worker0", rank=0, world_size=1, rpc_backend_options=options)
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "file"])
+def test_workers_meet_without_a_limit(scheme, tmp_path):
+    method = f"tcp://127.0.0.1:{free_port()}" if scheme == "tcp" else f"file://{tmp_path}/store"
+    options = rpc.RpcOptions(init_method=method, rpc_timeout=float("inf"))
+    assert answer_of_one("worker0", 0, options, 1) == "joined"
+
+
 @pytest.mark.parametrize("scheme", ["file", "tcp", "env"])
 def test_every_meeting_place_works(scheme, tmp_path):
     port = str(free_port())

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from telegrad.ids import RRefId
+from telegrad.rpc.options import UNSET_RPC_TIMEOUT, checked_timeout
 from telegrad.rpc.rref_lookup import current_table
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class RRefProxy:
     def __init__(self, rref: RRef[Any], mode: str, timeout: float) -> None:
         self._rref = rref
         self._mode = mode
-        self._timeout = timeout
+        self._timeout = checked_timeout(timeout) if timeout != UNSET_RPC_TIMEOUT else timeout
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return partial(_invoke, self._rref, self._mode, name, self._timeout)
