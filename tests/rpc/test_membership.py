@@ -301,6 +301,22 @@ def test_ranks_and_sizes_that_cannot_be_are_refused(rank, size, complaint, tmp_p
     assert not rpc.is_initialized()
 
 
+@pytest.mark.parametrize(
+    ("name", "rank", "size", "complaint"),
+    [
+        (5, 0, 1, "a worker's name must be a string, got 5"),
+        (None, 0, 1, "a worker's name must be a string, got None"),
+        ("worker0", "0", 1, "rank must be an integer, got '0'"),
+        ("worker0", 0, 1.5, "world_size must be an integer, got 1.5"),
+    ],
+)
+def test_what_is_no_name_rank_or_size_is_refused(name, rank, size, complaint, tmp_path):
+    options = rpc.RpcOptions(init_method=f"file://{tmp_path}/store")
+    with pytest.raises(TypeError, match=complaint):
+        rpc.init_rpc(name, rank=rank, world_size=size, rpc_backend_options=options)
+    assert not list(tmp_path.iterdir())  # nobody was met
+
+
 def test_a_meeting_place_of_another_kind_is_refused():
     options = rpc.RpcOptions(init_method="http://127.0.0.1")
     with pytest.raises(ValueError, match="must begin with env://, tcp:// or file://"):

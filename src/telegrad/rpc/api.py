@@ -67,8 +67,9 @@ def init_rpc(
         store: where the workers meet, instead of `init_method`.
 
     Raises:
-        TelegradError: this process is a worker already, or the group did not come together.
-        ValueError: a rank or size that cannot be.
+        TelegradError: this process is a worker already, the name cannot be one, or the group did
+            not come together within `RpcOptions.rpc_timeout`.
+        TypeError, ValueError: arguments or options that cannot be.
     """
     if backend is not None:
         raise TypeError(f"telegrad has one backend: leave backend=None, got {backend!r}")
@@ -76,6 +77,7 @@ def init_rpc(
     if not isinstance(options, RpcOptions):
         raise TypeError(f"rpc_backend_options must be an RpcOptions, got {options!r}")
     options = replace(options)  # they can be changed: this checks them again
+    WorkerInfo(name, rank)  # a name that cannot be is refused before anybody is met
     with _init_lock:
         if current.is_set():
             raise TelegradError("RPC is already initialized: call shutdown() first")

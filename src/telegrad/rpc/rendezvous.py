@@ -22,6 +22,7 @@ import socket
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from numbers import Integral
 from typing import Any
 from urllib.parse import urlparse
 
@@ -148,6 +149,10 @@ def _place(init_method: str) -> str:
 
 
 def _check(rank: int, world_size: int | None) -> None:
+    given: dict[str, Any] = {"rank": rank, "world_size": world_size}
+    for name, number in given.items():
+        if number is not None and not isinstance(number, Integral):
+            raise TypeError(f"{name} must be an integer, got {number!r}")
     if world_size is not None and world_size < 1:
         raise ValueError(f"world_size must be positive, got {world_size}")
     if world_size is not None and rank >= world_size:
