@@ -10,6 +10,7 @@ import sys
 import textwrap
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from namespaces import two_hosts
 from telegrad import rpc
 from telegrad.errors import TelegradError, WorkerLost
 from telegrad.rpc import current
+from telegrad.rpc.rendezvous import Directory
 from telegrad.testing.cluster import cluster, processes
 
 PATIENCE = 30.0
@@ -342,6 +344,31 @@ def test_a_worker_that_does_not_come_is_named_at_the_timeout(scheme, tmp_path):
     options = rpc.RpcOptions(init_method=method, rpc_timeout=0.2)
     answer = answer_of_one("worker0", 0, options, 2)
     assert "worker 1 of 2 did not come to the meeting place in time" in answer
+
+
+@pytest.fixture
+def store():
+    store = torch.distributed.HashStore()
+    store.set_timeout(timedelta(seconds=0.05))
+    return store
+
+
+def test_workers_that_were_told_different_sizes_are_told_so(store):
+    first = Directory(store, 0, 2)
+    first.declare()
+    with pytest.raises(TelegradError, match=r"is of 2 workers.*rank 1.*told that it is of 3"):
+        Directory(store, 1, 3).declare()
+    with pytest.raises(TelegradError, match=r"worker 1 of 2 did.*Rank 1 is .*told of 3 workers"):
+        first.all_on_one_host("here")
+
+
+def test_a_rank_that_two_workers_were_given_is_told(store):
+    group = [Directory(store, rank, 3) for rank in (0, 1, 1)]
+    for directory in group:
+        directory.declare()
+    for directory in group:
+        with pytest.raises(TelegradError, match=r"of 3 did not come.*Rank 1 was taken more than"):
+            directory.all_on_one_host("here")
 
 
 def test_a_port_that_is_taken_is_told():

@@ -192,18 +192,27 @@ class Directory:
         return self._world_size == 0
 
     def declare(self) -> None:
-        """Says which kind of group this is.
+        """Says which kind of group this is, and who has come for which rank.
 
         Raises:
-            TelegradError: the group that meets here is of the other kind.
+            TelegradError: the group that meets here is of another kind or size.
         """
-        kind = "open" if self.is_open else "of fixed size"
+        kind = "open" if self.is_open else f"of {self._world_size} workers"
         declared = bytes(self._store.compare_set("kind", "", kind)).decode()
-        if declared != kind:
+        if "open" in (kind, declared) and declared != kind:
             raise TelegradError(
                 "RPC group mixes statically and dynamically initialized members which is not "
                 f"supported. The group is {declared}, and this worker was told that it is {kind}: "
                 "give all workers the world size, or none"
+            )
+        if not self.is_open:
+            turn = self._store.add(f"turns/{self._rank}", 1)
+            self._store.set(f"turn/{self._rank}/{turn}", f"{_this_process()}, told {kind}")
+        if declared != kind:
+            raise TelegradError(
+                f"the group that meets here is {declared}, and this worker, rank {self._rank}, was "
+                f"told that it is {kind}: give all workers the same world size. If no other "
+                "worker was started, an earlier group has left this behind: meet elsewhere"
             )
 
     def secret(self, configured: bytes | None) -> bytes:
@@ -292,8 +301,30 @@ class Directory:
         except RuntimeError as error:
             raise TelegradError(
                 f"worker {rank} of {self._world_size} did not come to the meeting place in time: "
-                f"{str(error).splitlines()[0]}"
+                f"{str(error).splitlines()[0]}{self._mistakes()}"
             ) from None
+
+    def _mistakes(self) -> str:
+        """What those who came were told wrongly: for one who waits in vain."""
+        try:
+            lines = [line for rank in range(self._world_size) for line in self._mistakes_of(rank)]
+        except RuntimeError:  # the store has ended with the worker that kept it
+            return ""
+        return "".join(f". {line}" for line in lines)
+
+    def _mistakes_of(self, rank: int) -> list[str]:
+        came = [
+            bytes(self._store.get(f"turn/{rank}/{turn}")).decode()
+            for turn in range(1, self._store.add(f"turns/{rank}", 0) + 1)
+        ]
+        own = f"told of {self._world_size} workers"
+        if len(came) > 1:
+            return [f"Rank {rank} was taken more than once: by {'; by '.join(came)}"]
+        return [f"Rank {rank} is {other}" for other in came if not other.endswith(own)]
+
+
+def _this_process() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"
 
 
 def _parse(data: bytes) -> Record | None:
