@@ -174,9 +174,9 @@ def remote(
 
     Args:
         timeout: seconds within which the value must have been made. If it has not, uses of the
-            reference raise that; the function may still be running. 0 is no limit. By default the
-            owner must have taken note of the call within `RpcOptions.rpc_timeout`, and the function
-            may take as long as it needs.
+            reference that begin later raise an `RRefError`; the function may still be running. 0 is
+            no limit. By default the owner must have taken note of the call within
+            `RpcOptions.rpc_timeout`, and the function may take as long as it needs.
     """
     if timeout != UNSET_RPC_TIMEOUT:
         timeout = checked_timeout(timeout)
