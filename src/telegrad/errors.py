@@ -1,4 +1,4 @@
-"""Everything telegrad raises.
+"""Everything telegrad raises, besides `TypeError` and `ValueError` for arguments that cannot be.
 
 ::
 
@@ -39,7 +39,7 @@ __all__ = [
 
 
 class TelegradError(RuntimeError):
-    """The root: catch this to catch all that telegrad itself raises."""
+    """The root: catch this to catch all that goes wrong between workers."""
 
 
 class RpcTimeout(TelegradError, TimeoutError):

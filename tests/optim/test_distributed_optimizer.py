@@ -8,7 +8,7 @@ from torch import optim
 from torch.optim import lr_scheduler
 
 from telegrad import autograd, rpc
-from telegrad.errors import RemoteError
+from telegrad.errors import ContextError, RemoteError
 from telegrad.optim import DistributedLRScheduler, DistributedOptimizer
 from telegrad.testing.cluster import cluster
 
@@ -169,11 +169,30 @@ def test_an_unknown_context_is_refused(weights):
         optimizer.step(12345)
 
 
+def test_a_context_that_has_ended_is_refused_before_anything_is_stepped(weights):
+    optimizer = DistributedOptimizer(optim.SGD, references(weights), lr=0.1)
+    before = values(weights)
+    with autograd.context() as context_id:
+        loss = weights[0].rpc_sync().forward(torch.ones(3, 1)).sum()
+        autograd.backward(context_id, [loss])
+    with pytest.raises(
+        ContextError, match=f"Could not find autograd context with id: {context_id}"
+    ):
+        optimizer.step(context_id)
+    for found, wanted in zip(values(weights), before, strict=True):
+        assert torch.equal(found, wanted)
+
+
 def test_what_is_no_parameter_is_refused():
     with pytest.raises(ValueError, match="empty parameter list"):
         DistributedOptimizer(optim.SGD, [], lr=0.1)
     with pytest.raises(TypeError, match="RRefs"):
         DistributedOptimizer(optim.SGD, [torch.ones(2)], lr=0.1)
+    with pytest.raises(ValueError, match="groups without a parameter"):
+        DistributedOptimizer(optim.SGD, [{"params": []}, {"params": []}], lr=0.1)
+    for params in (torch.ones(2), [torch.ones(2)]):
+        with pytest.raises(TypeError, match="must be RRefs of parameters, got a Tensor"):
+            DistributedOptimizer(optim.SGD, [{"params": params}], lr=0.1)
 
 
 def trainer(weights, params, steps):

@@ -10,6 +10,7 @@ import sys
 import textwrap
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from namespaces import two_hosts
 from telegrad import rpc
 from telegrad.errors import TelegradError, WorkerLost
 from telegrad.rpc import current
+from telegrad.rpc.rendezvous import Directory
 from telegrad.testing.cluster import cluster, processes
 
 PATIENCE = 30.0
@@ -112,16 +114,8 @@ def test_a_name_is_given_once_in_an_open_group():
     with cluster(2, open_group=True, graceful=False) as group:
         group.start("worker1:again", 5)
         group.wait_until_ready("worker1:again")
-        line, far_line = processes.Pipe()
-        process = processes.Process(
-            target=try_to_join, args=("worker1", 6, group.options, far_line)
-        )
-        process.start()
-        far_line.close()
-        assert "RPC worker name 'worker1' is not unique" in line.recv()
-        process.join()
-        process.close()
-        line.close()
+        answer = answer_of_one("worker1", 6, group.options)
+        assert "RPC worker name 'worker1' is not unique" in answer
         assert rpc.rpc_sync("worker1", whoami) == "worker1"
         assert rpc.rpc_sync("worker1:again", whoami) == "worker1:again"
 
@@ -133,6 +127,20 @@ def try_to_join(name, rank, options, line, size=None):
         rpc.shutdown()
     except Exception as error:
         line.send(f"{type(error).__name__}: {error}")
+
+
+def answer_of_one(name, rank, options, size=None):
+    """What `try_to_join` says, in a process of its own: torch's stores leave things behind."""
+    line, far_line = processes.Pipe()
+    process = processes.Process(target=try_to_join, args=(name, rank, options, far_line, size))
+    process.start()
+    far_line.close()
+    assert line.poll(PATIENCE)
+    answer = line.recv()
+    process.join()
+    process.close()
+    line.close()
+    return answer
 
 
 def test_a_killed_worker_of_an_open_group_can_be_replaced():
@@ -198,6 +206,20 @@ def group_of(size, init_method, environment=lambda rank: {}, name=lambda rank: N
             process.close()
         for line in lines:
             line.close()
+
+
+def test_options_that_were_changed_are_checked_when_they_are_used(tmp_path):
+    options = rpc.RpcOptions(init_method=f"file://{tmp_path}/store")
+    options.rpc_timeout = "long"
+    with pytest.raises(TypeError, match=r"rpc_timeout must be a number of seconds.*'long'"):
+        rpc.init_rpc("worker0", rank=0, world_size=1, rpc_backend_options=options)
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "file"])
+def test_workers_meet_without_a_limit(scheme, tmp_path):
+    method = f"tcp://127.0.0.1:{free_port()}" if scheme == "tcp" else f"file://{tmp_path}/store"
+    options = rpc.RpcOptions(init_method=method, rpc_timeout=float("inf"))
+    assert answer_of_one("worker0", 0, options, 1) == "joined"
 
 
 @pytest.mark.parametrize("scheme", ["file", "tcp", "env"])
@@ -281,10 +303,94 @@ def test_ranks_and_sizes_that_cannot_be_are_refused(rank, size, complaint, tmp_p
     assert not rpc.is_initialized()
 
 
+@pytest.mark.parametrize(
+    ("name", "rank", "size", "complaint"),
+    [
+        (5, 0, 1, "a worker's name must be a string, got 5"),
+        (None, 0, 1, "a worker's name must be a string, got None"),
+        ("worker0", "0", 1, "rank must be an integer, got '0'"),
+        ("worker0", 0, 1.5, "world_size must be an integer, got 1.5"),
+    ],
+)
+def test_what_is_no_name_rank_or_size_is_refused(name, rank, size, complaint, tmp_path):
+    options = rpc.RpcOptions(init_method=f"file://{tmp_path}/store")
+    with pytest.raises(TypeError, match=complaint):
+        rpc.init_rpc(name, rank=rank, world_size=size, rpc_backend_options=options)
+    assert not list(tmp_path.iterdir())  # nobody was met
+
+
 def test_a_meeting_place_of_another_kind_is_refused():
     options = rpc.RpcOptions(init_method="http://127.0.0.1")
     with pytest.raises(ValueError, match="must begin with env://, tcp:// or file://"):
         rpc.init_rpc("worker0", rank=0, world_size=1, rpc_backend_options=options)
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "env"])
+@pytest.mark.parametrize("size", [2, None])
+def test_a_meeting_place_where_nobody_is_ends_at_the_timeout(scheme, size, monkeypatch):
+    port = free_port()
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    method = "env://" if scheme == "env" else f"tcp://127.0.0.1:{port}"
+    options = rpc.RpcOptions(init_method=method, rpc_timeout=0.2)
+    with pytest.raises(TelegradError, match=f"127.0.0.1:{port} could not be opened.*rank 0"):
+        rpc.init_rpc("worker1", rank=1, world_size=size, rpc_backend_options=options)
+    assert not rpc.is_initialized()
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "file"])
+def test_a_worker_that_does_not_come_is_named_at_the_timeout(scheme, tmp_path):
+    method = f"tcp://127.0.0.1:{free_port()}" if scheme == "tcp" else f"file://{tmp_path}/store"
+    options = rpc.RpcOptions(init_method=method, rpc_timeout=0.2)
+    answer = answer_of_one("worker0", 0, options, 2)
+    assert "worker 1 of 2 did not come to the meeting place in time" in answer
+
+
+@pytest.fixture
+def store():
+    store = torch.distributed.HashStore()
+    store.set_timeout(timedelta(seconds=0.05))
+    return store
+
+
+def test_workers_that_were_told_different_sizes_are_told_so(store):
+    first = Directory(store, 0, 2)
+    first.declare()
+    with pytest.raises(TelegradError, match=r"is of 2 workers.*rank 1.*told that it is of 3"):
+        Directory(store, 1, 3).declare()
+    with pytest.raises(TelegradError, match=r"worker 1 of 2 did.*Rank 1 is .*told of 3 workers"):
+        first.all_on_one_host("here")
+
+
+def test_a_rank_that_two_workers_were_given_is_told(store):
+    group = [Directory(store, rank, 3) for rank in (0, 1, 1)]
+    for directory in group:
+        directory.declare()
+    for directory in group:
+        with pytest.raises(TelegradError, match=r"of 3 did not come.*Rank 1 was taken more than"):
+            directory.all_on_one_host("here")
+
+
+def test_a_port_that_is_taken_is_told():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        method = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        answer = answer_of_one("worker0", 0, rpc.RpcOptions(init_method=method), 1)
+    assert f"{method} could not be opened" in answer
+    assert "no other process uses the port" in answer
+
+
+def test_a_directory_that_does_not_exist_is_told_at_once(tmp_path):
+    options = rpc.RpcOptions(init_method=f"file://{tmp_path}/missing/store")
+    with pytest.raises(ValueError, match=f"no directory '{tmp_path}/missing'"):
+        rpc.init_rpc("worker0", rank=0, world_size=1, rpc_backend_options=options)
+    assert not rpc.is_initialized()
+
+
+def test_a_rank_of_the_environment_that_cannot_be_is_refused(monkeypatch):
+    for key, value in {**ENVIRONMENT, "RANK": "1"}.items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(ValueError, match="rank 1 is not within a group of 1 workers"):
+        rpc.init_rpc("worker1")
 
 
 ENVIRONMENT = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}

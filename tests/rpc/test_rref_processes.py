@@ -5,7 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 
+import pytest
+
 from telegrad import rpc
+from telegrad.errors import SerializationError
 from telegrad.testing.cluster import cluster
 
 never = threading.Event()
@@ -15,6 +18,9 @@ kept = []
 class Value:
     def same(self, argument):
         return argument
+
+    def pass_a_lock_on(self, to):
+        rpc.rpc_sync(to, print, (1, 2, threading.Lock()))
 
 
 class Slow:
@@ -56,3 +62,28 @@ def test_references_that_others_still_hold_are_reported_at_shutdown(caplog):
     (report,) = [record.message for record in caplog.records if "still held" in record.message]
     assert report.startswith("1 references to values of worker0")
     assert "Leaking RRef GloballyUniqueId(created_on=0" in report
+
+
+def test_an_argument_of_a_method_that_cannot_be_sent_is_named_as_it_was_passed():
+    with cluster(2):
+        for owner in ("worker0", "worker1"):
+            value = rpc.remote(owner, Value)
+            value.rpc_sync().same(1)  # its type is known from now on
+            for mode in ("rpc_sync", "rpc_async", "remote"):
+                for args, kwargs, path in (
+                    ((threading.Lock(),), {}, "args[0]"),
+                    ((1, {"a": [threading.Lock()]}), {}, "args[1]['a'][0]"),
+                    ((), {"argument": threading.Lock()}, "kwargs['argument']"),
+                ):
+                    with pytest.raises(SerializationError, match="lock") as caught:
+                        getattr(value, mode)().same(*args, **kwargs)
+                    assert caught.value.path == path
+                    assert str(caught.value).startswith(f"{path} (")
+
+
+def test_an_argument_of_a_call_within_a_method_keeps_its_name():
+    with cluster(2):
+        value = rpc.remote("worker1", Value)
+        with pytest.raises(SerializationError, match="lock") as caught:
+            value.rpc_sync().pass_a_lock_on("worker0")
+        assert caught.value.path == "args[2]"

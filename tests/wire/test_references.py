@@ -138,8 +138,11 @@ def test_a_module_is_imported_when_it_is_named() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        (b"no_such_module_x\0f", "module 'no_such_module_x' cannot be imported on this worker"),
-        (b"math\0no_such", "module 'math' has no 'no_such' on this worker"),
+        (
+            b"no_such_module_x\0f",
+            "module 'no_such_module_x' cannot be imported on the worker that is called",
+        ),
+        (b"math\0no_such", "module 'math' has no 'no_such' on the worker that is called"),
         (b"math\0sqrt.deeper", "module 'math' has no 'sqrt.deeper'"),
         (b"math", "not the name of a function"),
         (b"\0x", "not the name of a function"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from telegrad import rpc
+from telegrad import autograd, rpc
 from telegrad.optim.local import Group, LocalOptimizer, new_local_optimizer
 from telegrad.optim.together import wait_for_all
 from telegrad.rpc import RRef
@@ -35,6 +35,7 @@ class DistributedOptimizer:
     Raises:
         RemoteError: the optimizer could not be made on some worker; it says on which.
         ValueError: there are no parameters.
+        TypeError: something among them is no reference, and no group of them.
 
     Example::
 
@@ -79,6 +80,8 @@ class DistributedOptimizer:
         Parameters without a gradient in the context are left as they are.
 
         Raises:
+            ContextError: there is no such context on this worker, or it has ended; nothing was
+                stepped.
             RemoteError: a step failed; it says where. Other owners may have stepped.
             TypeError: a closure was given. It would have to run the forward pass again, with the
                 backward pass through all workers: write that loop in the program.
@@ -88,6 +91,8 @@ class DistributedOptimizer:
                 "step() takes the id of an autograd context, and no closure: a closure would have "
                 "to run forward and backward through all workers; do that before each step()"
             )
+        # Its end takes a moment to reach the owners: until then they would step.
+        autograd._retrieve_context(context_id)
         others = dict(self._by_owner)
         # One step this thread takes itself, or waits for on its own connection: no other thread
         # has to be woken for it.
@@ -145,7 +150,14 @@ def _groups_by_owner(
         members = [item["params"]] if isinstance(item["params"], RRef) else item["params"]
         split: dict[str, list[RRef[Any]]] = {}
         for rref in members:
+            if not isinstance(rref, RRef):
+                raise TypeError(
+                    "'params' of a parameter group must be RRefs of parameters, got a "
+                    f"{type(rref).__name__}"
+                )
             split.setdefault(rref.owner_name(), []).append(rref)
         for owner, rrefs in split.items():
             groups.setdefault(owner, []).append(Group(params=rrefs, options=options))
+    if not groups:
+        raise ValueError("optimizer got parameter groups without a parameter")
     return groups

@@ -9,6 +9,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch.futures
@@ -17,7 +18,7 @@ from torch.futures import Future
 
 from telegrad.errors import RpcTimeout, TelegradError
 from telegrad.rpc import current
-from telegrad.rpc.options import RpcOptions
+from telegrad.rpc.options import UNSET_RPC_TIMEOUT, RpcOptions, checked_timeout
 from telegrad.rpc.rref import RRef
 from telegrad.rpc.rref_lookup import set_table_lookup
 from telegrad.rpc.worker import Worker, start_worker
@@ -36,9 +37,6 @@ __all__ = [
 ]
 
 _log = logging.getLogger("telegrad.rpc")
-
-UNSET_RPC_TIMEOUT = -1.0
-"""As a timeout: the worker's default. Zero means none."""
 
 _init_lock = threading.Lock()  # one thread starts or ends the process's worker
 _collecting = threading.local()
@@ -69,14 +67,17 @@ def init_rpc(
         store: where the workers meet, instead of `init_method`.
 
     Raises:
-        TelegradError: this process is a worker already, or the group did not come together.
-        ValueError: a rank or size that cannot be.
+        TelegradError: this process is a worker already, the name cannot be one, or the group did
+            not come together within `RpcOptions.rpc_timeout`.
+        TypeError, ValueError: arguments or options that cannot be.
     """
     if backend is not None:
         raise TypeError(f"telegrad has one backend: leave backend=None, got {backend!r}")
     options = rpc_backend_options if rpc_backend_options is not None else RpcOptions()
     if not isinstance(options, RpcOptions):
         raise TypeError(f"rpc_backend_options must be an RpcOptions, got {options!r}")
+    options = replace(options)  # they can be changed: this checks them again
+    WorkerInfo(name, rank)  # a name that cannot be is refused before anybody is met
     with _init_lock:
         if current.is_set():
             raise TelegradError("RPC is already initialized: call shutdown() first")
@@ -100,6 +101,7 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
     Raises:
         RpcTimeout: it took longer. The worker is ended all the same.
     """
+    timeout = checked_timeout(timeout)
     with _init_lock:
         worker = current.current()
         try:
@@ -122,14 +124,18 @@ def rpc_sync(
         func: a function, method, class, torch builtin or TorchScript function. Lambdas and closures
             work, but are sent whole, and slower.
         args, kwargs: its arguments; tensors in them arrive as copies.
-        timeout: seconds; 0 is no limit, by default that of `RpcOptions.rpc_timeout`.
+        timeout: seconds; 0 is no limit, and so is infinity. By default that of
+            `RpcOptions.rpc_timeout`.
 
     Raises:
         RpcTimeout: the reply did not come in time; the function may still be running.
         WorkerLost: the worker died, or cannot be reached.
         SerializationError: an argument or the result cannot be sent; it says which.
+        TypeError, ValueError: the timeout is no number.
         Exception: whatever the function raised; its cause holds the remote traceback.
     """
+    if timeout != UNSET_RPC_TIMEOUT:
+        timeout = checked_timeout(timeout)
     worker = current.current()
     return worker.agent.call(
         _id_of(worker, to), func, args or (), kwargs, None if timeout < 0 else timeout
@@ -145,6 +151,8 @@ def rpc_async(
 ) -> Future[Any]:
     """The same as `rpc_sync`, but returns a future at once. What `rpc_sync` would raise, the
     future's `wait` does; an argument that cannot be sent is raised here."""
+    if timeout != UNSET_RPC_TIMEOUT:
+        timeout = checked_timeout(timeout)
     worker = current.current()
     future = worker.agent.call_async(
         _id_of(worker, to), func, args or (), kwargs, None if timeout < 0 else timeout
@@ -166,10 +174,12 @@ def remote(
 
     Args:
         timeout: seconds within which the value must have been made. If it has not, uses of the
-            reference raise that; the function may still be running. 0 is no limit. By default the
-            owner must have taken note of the call within `RpcOptions.rpc_timeout`, and the function
-            may take as long as it needs.
+            reference that begin later raise an `RRefError`; the function may still be running. 0 is
+            no limit. By default the owner must have taken note of the call within
+            `RpcOptions.rpc_timeout`, and the function may take as long as it needs.
     """
+    if timeout != UNSET_RPC_TIMEOUT:
+        timeout = checked_timeout(timeout)
     worker = current.current()
     return worker.references.remote(
         _id_of(worker, to), func, args or (), kwargs, None if timeout < 0 else timeout
@@ -215,9 +225,10 @@ def get_rpc_timeout() -> float:
 
 
 def _set_rpc_timeout(seconds: float) -> None:
+    seconds = checked_timeout(seconds)
     if seconds < 0:
         raise ValueError(f"a timeout must not be negative, got {seconds}")
-    current.current().agent.rpc_timeout = float(seconds)
+    current.current().agent.rpc_timeout = seconds
 
 
 @contextlib.contextmanager
@@ -245,6 +256,7 @@ def _all_gather(
     Raises:
         RpcTimeout, WorkerLost
     """
+    timeout = checked_timeout(timeout)
     worker = current.current()
     members = worker.agent.network.members()
     if worker_names is not None:

@@ -2,18 +2,49 @@
 
 from __future__ import annotations
 
+import math
 import os
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any
 
 from telegrad.transport.base import Transport
 from telegrad.transport.patience import DEFAULT_WINDOW
 from telegrad.wire.frames import Limits
 
-__all__ = ["DEFAULT_RPC_TIMEOUT", "RpcOptions", "TlsOptions"]
+__all__ = [
+    "DEFAULT_RPC_TIMEOUT",
+    "LONGEST_TIMEOUT",
+    "UNSET_RPC_TIMEOUT",
+    "RpcOptions",
+    "TlsOptions",
+    "checked_timeout",
+]
 
 DEFAULT_RPC_TIMEOUT = 60.0
+LONGEST_TIMEOUT = 2e6
+"""About 23 days. `poll` counts milliseconds in 31 bits: more than this counts as no limit."""
+UNSET_RPC_TIMEOUT = -1.0
+"""As a timeout: the worker's default. Zero means none."""
+
+
+def checked_timeout(seconds: Any, name: str = "timeout") -> float:
+    """What a program gave as a timeout, with 0 for whatever means no limit.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: it is NaN.
+    """
+    is_number = isinstance(seconds, (float, int, Real)) and not isinstance(seconds, bool)
+    if not is_number:
+        raise TypeError(f"{name} must be a number of seconds, with 0 for no limit; got {seconds!r}")
+    if seconds > LONGEST_TIMEOUT:
+        return 0.0
+    if math.isnan(seconds):
+        raise ValueError(f"{name} must be a number of seconds, with 0 for no limit; got nan")
+    return float(seconds)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +87,9 @@ class RpcOptions:
     """Options of `init_rpc`. Every one has a default that suits a program on one machine.
 
     Args:
-        rpc_timeout: seconds after which a call fails, where the call says nothing else; 0 is never.
+        rpc_timeout: seconds after which a call fails, where the call says nothing else; 0 is never,
+            and so is anything above 2 million, and infinity. It is also how long `init_rpc` waits
+            for the meeting place, and there for each worker.
         init_method: where the workers meet: `env://`, `tcp://host:port` or `file:///path`.
         num_worker_threads: threads that run asynchronous calls; more are started when all of them
             are blocked.
@@ -98,6 +131,7 @@ class RpcOptions:
     wrap_transport: Callable[[Transport], Transport] | None = None
 
     def __post_init__(self) -> None:
+        self.rpc_timeout = checked_timeout(self.rpc_timeout, "rpc_timeout")
         if self.rpc_timeout < 0:
             raise ValueError(f"rpc_timeout must not be negative, got {self.rpc_timeout}")
         if self.num_worker_threads < 1:

@@ -22,6 +22,7 @@ import socket
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from numbers import Integral
 from typing import Any
 from urllib.parse import urlparse
 
@@ -30,7 +31,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from telegrad.errors import TelegradError
 from telegrad.ids import MAX_WORKER_ID
-from telegrad.rpc.options import RpcOptions
+from telegrad.rpc.options import LONGEST_TIMEOUT, RpcOptions
 from telegrad.rpc.worker_info import WorkerInfo
 
 __all__ = ["Directory", "Record", "host_identity", "meet"]
@@ -80,20 +81,53 @@ def meet(options: RpcOptions, rank: int, world_size: int | None) -> tuple[Store,
         )
     if world_size is None and rank < 0 and scheme == "env" and "WORLD_SIZE" in os.environ:
         world_size = int(os.environ["WORLD_SIZE"])
-    if world_size is None:
-        if rank < 0:
-            raise _missing_rank(scheme)
-        create: Any = dist._create_store_from_options  # type: ignore[attr-defined]
-        store = create(options, rank)
-        size = 0
-    else:
-        rendezvous: Any = dist.rendezvous  # type: ignore[attr-defined]
-        iterator = rendezvous(options.init_method, rank=rank, world_size=world_size)
-        store, rank, size = next(iterator)
-        _iterators.append(iterator)
-    if options.rpc_timeout:
-        store.set_timeout(timedelta(seconds=options.rpc_timeout))
-    return _fresh(store, _place(options.init_method), rank), rank, size
+    if world_size is None and rank < 0:
+        raise _missing_rank(scheme)
+    if rank < 0 and scheme == "env" and "RANK" in os.environ:
+        rank = int(os.environ["RANK"])
+        _check(rank, world_size)
+    store = _open_store(options, rank, world_size)
+    return _fresh(store, _place(options.init_method), rank), rank, world_size or 0
+
+
+def _open_store(options: RpcOptions, rank: int, world_size: int | None) -> Store:
+    url = urlparse(options.init_method)
+    directory = os.path.dirname(url.path)
+    if url.scheme == "file" and directory and not os.path.isdir(directory):
+        raise ValueError(
+            f"init_method is {options.init_method!r}, and there is no directory {directory!r} on "
+            "this host: make it, or mend the path. All workers must see the same file"
+        )
+    # The file is removed by the last of so many workers. A TCP store is not told how many there
+    # are: it would wait for them without a word on who is missing, and `Directory` has that.
+    size = world_size if world_size is not None and url.scheme == "file" else -1
+    of_worker = f"rank={rank}" if rank >= 0 else ""  # torch says what is missing then
+    query = "&".join(filter(None, [url.query, of_worker, f"world_size={size}"]))
+    timeout = timedelta(seconds=options.rpc_timeout or LONGEST_TIMEOUT)
+    rendezvous: Any = dist.rendezvous  # type: ignore[attr-defined]
+    iterator = rendezvous(url._replace(query=query).geturl(), timeout=timeout)
+    try:
+        store: Store = next(iterator)[0]
+    except RuntimeError as error:
+        raise TelegradError(
+            f"the workers' meeting place {_place(options.init_method)} could not be opened: "
+            f"{str(error).splitlines()[0]} {_what_to_check(url.scheme, rank)}"
+        ) from None
+    _iterators.append(iterator)
+    store.set_timeout(timeout)
+    return store
+
+
+def _what_to_check(scheme: str, rank: int) -> str:
+    if scheme == "file":
+        return "Check that this process may write the file"
+    where = "MASTER_ADDR and MASTER_PORT" if scheme == "env" else "address and port of init_method"
+    if rank == 0:
+        return f"Check that {where} are of this host, and that no other process uses the port"
+    return (
+        f"The worker of rank 0 keeps a store there: check that it was started, that {where} are "
+        "the same for all workers, and that this host can reach it"
+    )
 
 
 def _missing_rank(scheme: str) -> ValueError:
@@ -115,6 +149,10 @@ def _place(init_method: str) -> str:
 
 
 def _check(rank: int, world_size: int | None) -> None:
+    given: dict[str, Any] = {"rank": rank, "world_size": world_size}
+    for name, number in given.items():
+        if number is not None and not isinstance(number, Integral):
+            raise TypeError(f"{name} must be an integer, got {number!r}")
     if world_size is not None and world_size < 1:
         raise ValueError(f"world_size must be positive, got {world_size}")
     if world_size is not None and rank >= world_size:
@@ -154,18 +192,27 @@ class Directory:
         return self._world_size == 0
 
     def declare(self) -> None:
-        """Says which kind of group this is.
+        """Says which kind of group this is, and who has come for which rank.
 
         Raises:
-            TelegradError: the group that meets here is of the other kind.
+            TelegradError: the group that meets here is of another kind or size.
         """
-        kind = "open" if self.is_open else "of fixed size"
+        kind = "open" if self.is_open else f"of {self._world_size} workers"
         declared = bytes(self._store.compare_set("kind", "", kind)).decode()
-        if declared != kind:
+        if "open" in (kind, declared) and declared != kind:
             raise TelegradError(
                 "RPC group mixes statically and dynamically initialized members which is not "
                 f"supported. The group is {declared}, and this worker was told that it is {kind}: "
                 "give all workers the world size, or none"
+            )
+        if not self.is_open:
+            turn = self._store.add(f"turns/{self._rank}", 1)
+            self._store.set(f"turn/{self._rank}/{turn}", f"{_this_process()}, told {kind}")
+        if declared != kind:
+            raise TelegradError(
+                f"the group that meets here is {declared}, and this worker, rank {self._rank}, was "
+                f"told that it is {kind}: give all workers the same world size. If no other "
+                "worker was started, an earlier group has left this behind: meet elsewhere"
             )
 
     def secret(self, configured: bytes | None) -> bytes:
@@ -254,8 +301,30 @@ class Directory:
         except RuntimeError as error:
             raise TelegradError(
                 f"worker {rank} of {self._world_size} did not come to the meeting place in time: "
-                f"{str(error).splitlines()[0]}"
+                f"{str(error).splitlines()[0]}{self._mistakes()}"
             ) from None
+
+    def _mistakes(self) -> str:
+        """What those who came were told wrongly: for one who waits in vain."""
+        try:
+            lines = [line for rank in range(self._world_size) for line in self._mistakes_of(rank)]
+        except RuntimeError:  # the store has ended with the worker that kept it
+            return ""
+        return "".join(f". {line}" for line in lines)
+
+    def _mistakes_of(self, rank: int) -> list[str]:
+        came = [
+            bytes(self._store.get(f"turn/{rank}/{turn}")).decode()
+            for turn in range(1, self._store.add(f"turns/{rank}", 0) + 1)
+        ]
+        own = f"told of {self._world_size} workers"
+        if len(came) > 1:
+            return [f"Rank {rank} was taken more than once: by {'; by '.join(came)}"]
+        return [f"Rank {rank} is {other}" for other in came if not other.endswith(own)]
+
+
+def _this_process() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"
 
 
 def _parse(data: bytes) -> Record | None:

@@ -13,6 +13,7 @@ import torch
 
 from telegrad.errors import RRefError
 from telegrad.ids import ForkId, RRefId
+from telegrad.rpc.options import UNSET_RPC_TIMEOUT, checked_timeout
 from telegrad.rpc.rref_lookup import current_table
 from telegrad.rpc.rref_proxy import RRefProxy, type_of_owned
 from telegrad.rpc.rref_records import OwnerEntry, UserRecord
@@ -21,12 +22,9 @@ from telegrad.rpc.rref_texts import creation_error, text_of_id
 if TYPE_CHECKING:
     from telegrad.rpc.rref_table import RRefTable, WorkerInfo
 
-__all__ = ["UNSET_TIMEOUT", "RRef", "rebuild_rref", "set_rref_backward"]
+__all__ = ["RRef", "rebuild_rref", "set_rref_backward"]
 
 T = TypeVar("T")
-
-UNSET_TIMEOUT = -1.0
-"""As a timeout: the agent's default. Zero means none."""
 
 RRefBackward = Callable[["RRef[Any]", int, bool], None]
 _backward: RRefBackward | None = None
@@ -139,7 +137,7 @@ class RRef(Generic[T]):
 
     # --- The value -------------------------------------------------------------------------------
 
-    def to_here(self, timeout: float = UNSET_TIMEOUT) -> T:
+    def to_here(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:
         """A copy of the value; at the owner, the value itself. Waits until it is made.
 
         Raises:
@@ -149,6 +147,8 @@ class RRef(Generic[T]):
             Exception: what the function raised that should have made it.
         """
         value: T
+        if timeout != UNSET_RPC_TIMEOUT:
+            timeout = checked_timeout(timeout)
         if isinstance(self._record, OwnerEntry):
             self._check_creation()
             value = self._record.wait(timeout)
@@ -183,15 +183,15 @@ class RRef(Generic[T]):
 
     # --- Calls -----------------------------------------------------------------------------------
 
-    def rpc_sync(self, timeout: float = UNSET_TIMEOUT) -> RRefProxy:
+    def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> RRefProxy:
         """`rref.rpc_sync().method(...)` calls the value's method at its owner and waits."""
         return RRefProxy(self, "sync", timeout)
 
-    def rpc_async(self, timeout: float = UNSET_TIMEOUT) -> RRefProxy:
+    def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> RRefProxy:
         """`rref.rpc_async().method(...)` gives a future of the result."""
         return RRefProxy(self, "async", timeout)
 
-    def remote(self, timeout: float = UNSET_TIMEOUT) -> RRefProxy:
+    def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> RRefProxy:
         """`rref.remote().method(...)` gives a reference to the result, which stays there."""
         return RRefProxy(self, "remote", timeout)
 
@@ -217,7 +217,7 @@ class RRef(Generic[T]):
 
     # --- What upstream's own code and suites reach for -------------------------------------------
 
-    def _get_type(self, timeout: float = UNSET_TIMEOUT, blocking: bool = True) -> Any:
+    def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
         """The value's type, or a future of it. Asked for once; a failure is not remembered."""
         future = self._type_future
         if future is None:

@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from telegrad.errors import RemoteError, SerializationError
 from telegrad.ids import RRefId
 from telegrad.rpc.kept_errors import fail
+from telegrad.rpc.options import UNSET_RPC_TIMEOUT, checked_timeout
 from telegrad.rpc.rref_lookup import current_table
 
 if TYPE_CHECKING:
@@ -42,7 +44,7 @@ class RRefProxy:
     def __init__(self, rref: RRef[Any], mode: str, timeout: float) -> None:
         self._rref = rref
         self._mode = mode
-        self._timeout = timeout
+        self._timeout = checked_timeout(timeout) if timeout != UNSET_RPC_TIMEOUT else timeout
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return partial(_invoke, self._rref, self._mode, name, self._timeout)
@@ -91,13 +93,28 @@ def _call(
     if not is_scripted and hasattr(getattr(value_type, name), ASYNC_MARK):
         function = call_owned_async
     call_args = (rref.rref_id, name, args, kwargs)
-    result = rref._table.call(mode, rref._owner_id, function, call_args, {}, timeout)
+    try:
+        result = rref._table.call(mode, rref._owner_id, function, call_args, {}, timeout)
+    except SerializationError as error:
+        raise _in_words_of_the_method(error) from error.__cause__
     if mode == "async":
         result.add_done_callback(lambda _: rref)  # the fork lives until the call is over
     elif mode == "remote":
         # Here until the owner has found the value: it answers then.
         result._get_future().add_done_callback(lambda _: rref)
     return result
+
+
+def _in_words_of_the_method(error: SerializationError) -> SerializationError:
+    """Names the culprit by its place in what the program has passed to the method."""
+    path = error.path
+    if isinstance(error.__cause__, RemoteError):  # raised over there, about another call
+        return error
+    for ours, theirs in (("args[2]", "args"), ("args[3]", "kwargs")):
+        if path.startswith(ours):
+            better = theirs + path[len(ours) :]
+            return SerializationError(str(error).replace(path, better, 1), path=better)
+    return error
 
 
 # --- At the owner --------------------------------------------------------------------------------

@@ -20,12 +20,15 @@ class WorkerInfo:
     Raises:
         TelegradError: the name is empty, too long, or has other characters than letters, digits,
             underscore, colon and dash.
+        TypeError: it is no string.
     """
 
     name: str
     id: int
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise TypeError(f"a worker's name must be a string, got {self.name!r}")
         if not self.name:
             raise TelegradError("Worker name must be non-empty")
         if len(self.name) >= _MAX_LENGTH:

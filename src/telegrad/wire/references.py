@@ -123,18 +123,18 @@ def _import(module: str, path: tuple[str, ...]) -> Any:
         found: Any = importlib.import_module(module)
     except Exception as error:
         raise SerializationError(
-            f"module {module!r} cannot be imported on this worker ({type(error).__name__}: "
-            f"{error}), so {module}.{qualified} cannot be called; make the module importable here "
-            f"too (installed, or on PYTHONPATH)"
+            f"module {module!r} cannot be imported on the worker that is called "
+            f"({type(error).__name__}: {error}), so {module}.{qualified} cannot run there; make "
+            f"the module importable on it too (installed, or on PYTHONPATH)"
         ) from error
     for attribute in path:
         try:
             found = getattr(found, attribute)
         except AttributeError as error:
             raise SerializationError(
-                f"module {module!r} has no {qualified!r} on this worker. The RPC pickler does not "
-                f"serialize the code of functions that have a place in a module; do all workers "
-                f"run the same version of it?"
+                f"module {module!r} has no {qualified!r} on the worker that is called. The RPC "
+                f"pickler does not serialize the code of functions that have a place in a module; "
+                f"do all workers run the same version of it?"
             ) from error
     return found
 

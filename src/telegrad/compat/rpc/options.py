@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 
 from telegrad.compat.rpc import constants
-from telegrad.rpc.options import RpcOptions
+from telegrad.rpc.options import RpcOptions, checked_timeout
 
 __all__ = ["RpcBackendOptions", "TensorPipeRpcBackendOptions"]
 
@@ -31,7 +31,7 @@ class RpcBackendOptions:
     ) -> None:
         _check("rpc_timeout", rpc_timeout, (int, float))
         _check("init_method", init_method, (str,))
-        self.rpc_timeout = float(rpc_timeout)
+        self.rpc_timeout = checked_timeout(rpc_timeout, "rpc_timeout")
         self.init_method = init_method
 
 
