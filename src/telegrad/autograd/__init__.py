@@ -133,7 +133,11 @@ class context:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        _engine().release(self.autograd_context.id)
+        try:
+            _engine().release(self.autograd_context.id)
+        except NotInitialized:
+            if error is None:  # or else that says more: a process forked in here calls sys.exit()
+                raise
 
 
 def _new_context() -> DistAutogradContext:

@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import Store
 from torch.futures import Future
 
 from telegrad.errors import RpcTimeout, TelegradError
+from telegrad.forks import renewed
 from telegrad.rpc import current
 from telegrad.rpc.options import RpcOptions
 from telegrad.rpc.rref import RRef
@@ -40,7 +41,7 @@ _log = logging.getLogger("telegrad.rpc")
 UNSET_RPC_TIMEOUT = -1.0
 """As a timeout: the worker's default. Zero means none."""
 
-_init_lock = threading.Lock()  # one thread starts or ends the process's worker
+_init_lock = renewed(threading.Lock())  # one thread starts or ends the process's worker
 _collecting = threading.local()
 
 set_table_lookup(lambda: current.current().references.table)
