@@ -15,7 +15,7 @@ import telegrad.rpc
 SOURCE = Path(telegrad.__file__).parent
 
 LAYERS = [
-    {"errors", "ids", "threads"},
+    {"errors", "forks", "ids", "threads"},
     {"wire"},
     {"transport"},
     {"rpc"},

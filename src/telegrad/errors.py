@@ -112,7 +112,8 @@ class ProtocolError(TelegradError):
 
 
 class NotInitialized(TelegradError):
-    """No agent runs in this process: `init_rpc` was not called, or `shutdown` was."""
+    """No agent runs in this process: `init_rpc` was not called, or `shutdown` was, or it was forked
+    from a worker's."""
 
 
 class LaunchError(TelegradError):

@@ -136,7 +136,7 @@ class context:
     ) -> None:
         try:
             engine = _engine()
-        except NotInitialized:  # the worker was shut down inside of the block, and the context
+        except NotInitialized:  # shut down inside of the block, or forked: the context is gone
             if thread_context() == self.autograd_context.id:
                 set_thread_context(NO_CONTEXT)
         else:

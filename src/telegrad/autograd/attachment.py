@@ -42,6 +42,8 @@ class _Attached:
 
 def _engine_here() -> AutogradEngine | None:
     worker = current.acting()
+    if worker is None:
+        current.refuse_if_forked()
     recorder: Any = None if worker is None else worker.agent.service.recorder
     engine: AutogradEngine | None = recorder  # set above
     return engine

@@ -32,6 +32,8 @@ from typing import Any
 
 import torch
 
+from telegrad.forks import renewed
+
 __all__ = ["carry", "drop", "peek", "stash", "wait_at_exit"]
 
 _PATIENCE = 1.0
@@ -50,7 +52,7 @@ def _has_device_threads() -> bool:
 
 
 _is_anything_carried = False  # ever, in this process
-_deciding = threading.Lock()  # guards the changes of both: once carried, never plain again
+_deciding = renewed(threading.Lock())  # guards the changes of both: once carried, never plain again
 _is_plain = False  # Python's state is all there is: no device threads, and nothing was carried
 
 

@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import Store
 from torch.futures import Future
 
 from telegrad.errors import RpcTimeout, TelegradError
+from telegrad.forks import renewed
 from telegrad.rpc import current
 from telegrad.rpc.options import UNSET_RPC_TIMEOUT, RpcOptions, checked_timeout
 from telegrad.rpc.rref import RRef
@@ -38,7 +39,7 @@ __all__ = [
 
 _log = logging.getLogger("telegrad.rpc")
 
-_init_lock = threading.Lock()  # one thread starts or ends the process's worker
+_init_lock = renewed(threading.Lock())  # one thread starts or ends the process's worker
 _collecting = threading.local()
 
 set_table_lookup(lambda: current.current().references.table)

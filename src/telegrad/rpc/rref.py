@@ -150,8 +150,7 @@ class RRef(Generic[T]):
         if timeout != UNSET_RPC_TIMEOUT:
             timeout = checked_timeout(timeout)
         if isinstance(self._record, OwnerEntry):
-            self._check_creation()
-            value = self._record.wait(timeout)
+            value = self._owned(self._record, timeout)
         else:
             self._record.check("to_here()")
             rref_id, fork_id = self._record.rref_id, self._record.fork_id
@@ -165,8 +164,7 @@ class RRef(Generic[T]):
             RRefError: this worker is not the owner.
         """
         if isinstance(self._record, OwnerEntry):
-            self._check_creation()
-            value: T = self._record.wait()
+            value: T = self._owned(self._record)
             return value
         here, there = self._table.worker_info(self._table.worker_id), self.owner()
         raise RRefError(
@@ -180,6 +178,12 @@ class RRef(Generic[T]):
     def _check_creation(self) -> None:
         if isinstance(self._record, OwnerEntry) and self._record.creation_error is not None:
             raise creation_error(self._record.creation_error)
+
+    def _owned(self, entry: OwnerEntry, timeout: float = UNSET_TIMEOUT) -> Any:
+        self._check_creation()
+        if not entry.is_done:
+            self._table.refuse_if_forked()
+        return entry.wait(timeout)
 
     # --- Calls -----------------------------------------------------------------------------------
 
@@ -230,7 +234,11 @@ class RRef(Generic[T]):
                 future = self._table.call("async", self._owner_id, type_of_owned, args, {}, timeout)
             self._type_future = future
             future.add_done_callback(self._forget_failed_type)
-        return future.wait() if blocking else future
+        if not blocking:
+            return future
+        if not future.done():
+            self._table.refuse_if_forked()
+        return future.wait()
 
     def _forget_failed_type(self, future: torch.futures.Future[type]) -> None:
         try:
@@ -240,6 +248,7 @@ class RRef(Generic[T]):
 
     def _get_future(self) -> torch.futures.Future[None]:
         """A future of the end of the `remote()` call that this reference came from."""
+        self._table.refuse_if_forked()
         if self._record.creation is None:
             raise RRefError(f"{self} was not made by remote() on this worker: it has no future")
         return self._record.creation.future()
@@ -254,6 +263,7 @@ class RRef(Generic[T]):
 
     def _serialize(self) -> tuple[Any, ...]:
         """The reference as plain data, for a receiver that is not known yet."""
+        self._table.refuse_if_forked()
         return self._table.fork(self, None)
 
     @staticmethod

@@ -54,11 +54,11 @@ def _invoke(
     rref: RRef[Any], mode: str, name: str, timeout: float, /, *args: Any, **kwargs: Any
 ) -> Any:
     type_future = rref._get_type(timeout=timeout, blocking=False)
-    if mode != "async":
-        type_future.wait()
-        return _call(rref, mode, name, timeout, args, kwargs, type_future.value())
     if type_future.done():
         return _call(rref, mode, name, timeout, args, kwargs, type_future.value())
+    rref._table.refuse_if_forked()
+    if mode != "async":
+        return _call(rref, mode, name, timeout, args, kwargs, type_future.wait())
     result: torch.futures.Future[Any] = torch.futures.Future()
 
     def finish(future: torch.futures.Future[Any]) -> None:

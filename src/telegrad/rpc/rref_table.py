@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from telegrad.errors import NotInitialized, RRefError, SerializationError, TelegradError, WorkerLost
 from telegrad.ids import ForkId, RRefId
@@ -113,6 +113,7 @@ class RRefTable:
         self._timer: Timer | None = None
         self._is_flushing = False
         self._is_closed = False
+        self._refusal: Callable[[], NotInitialized] | None = None  # see `leave_to_parent`
 
         for kind in _CONTROL_KINDS:
             messenger.handle(kind, partial(self._message_arrived, kind))
@@ -175,6 +176,26 @@ class RRefTable:
         for callback in callbacks:
             callback()
         self._housekeeper.stop()
+
+    def leave_to_parent(self, refusal: Callable[[], NotInitialized]) -> None:
+        """In a forked process: its references are good for nothing there, and their ends are not
+        noted. A value that this worker owned, and that was there at the fork, can still be read."""
+
+        def refuse(*args: Any) -> NoReturn:
+            raise refusal()
+
+        self._is_closed = True
+        self._refusal = refusal
+        self.fetch = self.call = self.worker_info = refuse
+
+    def refuse_if_forked(self) -> None:
+        """For uses that would take a lock, or wait for what comes to the parent.
+
+        Raises:
+            NotInitialized: the worker of this table is that of the parent process.
+        """
+        if self._refusal is not None:
+            raise self._refusal()
 
     # --- Creation, at the creator ----------------------------------------------------------------
 
@@ -267,6 +288,7 @@ class RRefTable:
         """
         record = rref._record
         if rref._table is not self:
+            rref._table.refuse_if_forked()
             raise RRefError(f"{rref} belongs to another agent than the one that packs it")
         parent = self.worker_id
         fork_id = ForkId(*self._new_id())

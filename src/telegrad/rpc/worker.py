@@ -7,17 +7,19 @@ references, gatherings, and what layers above have added through `extensions`.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import logging
 import os
 import secrets
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from torch._C._distributed_c10d import Store
 
-from telegrad.errors import RpcTimeout, TelegradError, WorkerLost
+from telegrad.errors import NotInitialized, RpcTimeout, TelegradError, WorkerLost
+from telegrad.forks import leave_at_fork
 from telegrad.rpc import current
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.gather import Gatherings
@@ -77,6 +79,7 @@ class Worker:
         self._process = os.getpid()
         self._is_closed = False
         self._closing_lock = threading.Lock()  # one thread closes
+        leave_at_fork(self)
 
     def _begin_thread(self, _agent: Agent) -> None:
         current.act_for(self)
@@ -250,8 +253,34 @@ class Worker:
         atexit.register(self._close_at_exit)
 
     def _close_at_exit(self) -> None:
-        if os.getpid() == self._process:  # the worker of a forked process's parent is not its own
-            self.close(patience=_PATIENCE_AT_EXIT)
+        self.close(patience=_PATIENCE_AT_EXIT)
+
+    def leave_to_parent(self) -> None:
+        """In a forked process: whatever is asked of this worker, or of references to its values
+        and others', is refused there, and its end does nothing."""
+        # It is never freed: the end of a store is noted in its file, in the parent's name.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
+        self._closing_lock, self._is_closed = threading.Lock(), True
+        elsewhere: Any = _Elsewhere(self._refusal)
+        self.agent.network = elsewhere
+        self.references.table.leave_to_parent(self._refusal)
+        current.leave_to_parent(self, self._refusal)
+
+    def _refusal(self) -> NotInitialized:
+        return NotInitialized(
+            f"this process was forked from worker {self.info.name!r} (process {self._process}) and "
+            "has no worker of its own: init_rpc can be called here"
+        )
+
+
+class _Elsewhere:
+    """In the place of what only the parent of a forked process may use."""
+
+    def __init__(self, refusal: Callable[[], NotInitialized]) -> None:
+        self._refusal = refusal
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise self._refusal()
 
 
 def _left(deadline: float) -> float:

@@ -28,6 +28,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from telegrad.forks import renewed
+
 __all__ = ["DEFAULT_WINDOW", "Patience"]
 
 DEFAULT_WINDOW = 500e-6
@@ -39,7 +41,7 @@ _MOST_TRUST = 8
 _FIRST_REST = 8
 _LONGEST_REST = 512
 
-_looking = threading.Lock()  # held by the one thread of this process that looks
+_looking = renewed(threading.Lock())  # held by the one thread of this process that looks
 _turned_away = 0  # how often others wanted to; one lost between threads is no matter
 _now = time.perf_counter
 _give_way: Callable[[], object] = getattr(os, "sched_yield", lambda: None)

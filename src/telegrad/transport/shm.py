@@ -44,6 +44,7 @@ from typing import Any
 import numpy
 
 from telegrad.errors import ProtocolError
+from telegrad.forks import leave_at_fork
 from telegrad.transport.base import Placed
 from telegrad.wire.memory import lend, size_class
 
@@ -175,6 +176,7 @@ class SharedMemory:
         self._count = 0
         self._closed = False
         self._refused = False  # the system has no memory for segments: stop asking
+        leave_at_fork(self)
 
     def lend(self, data: memoryview) -> Placed | None:
         length = data.nbytes
@@ -322,6 +324,13 @@ class SharedMemory:
             self._own.clear()
             self._theirs.clear()
             self._spares.clear()
+
+    def leave_to_parent(self) -> None:
+        self._lock = threading.Lock()
+        self._closed = True
+        for loan in list(self._spares):
+            loan.claim()  # or else whoever holds it gives it back
+        self._own, self._theirs, self._spares = {}, {}, {}
 
 
 def sealed_memory(size: int) -> tuple[int, mmap.mmap]:

@@ -6,6 +6,7 @@ import secrets
 import socket
 import ssl
 
+from telegrad.forks import leave_at_fork
 from telegrad.transport.base import Connection, ConnectionClosed
 from telegrad.transport.patience import DEFAULT_WINDOW
 from telegrad.transport.stream import SocketConnection
@@ -23,6 +24,7 @@ class SocketListener:
         self._transport = transport
         self._socket = sock
         self._address = at
+        leave_at_fork(self)
 
     @property
     def address(self) -> str:
@@ -44,6 +46,9 @@ class SocketListener:
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread inside accept
         except OSError:
             pass  # not every system allows it on a listener; closing is enough there
+        self._socket.close()
+
+    def leave_to_parent(self) -> None:
         self._socket.close()
 
 

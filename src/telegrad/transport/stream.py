@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from telegrad.errors import ProtocolError
+from telegrad.forks import leave_at_fork
 from telegrad.transport.base import ConnectionClosed, MemorySharing, TransportTimeout
 from telegrad.transport.mailbox import Mailbox
 from telegrad.transport.mailbox import is_available as has_mailboxes
@@ -73,6 +74,7 @@ class SocketConnection:
         self._mailbox: Mailbox | None = None
         self._frames_sent = self._frames_read = 0  # by the socket, since there is a mailbox
         self._looks = 0
+        leave_at_fork(self)
 
     # -- sending
 
@@ -467,6 +469,10 @@ class SocketConnection:
             self._mailbox = None
         if self._shared is not None:
             self._shared.close()
+        self._socket.close()
+
+    def leave_to_parent(self) -> None:
+        self._mailbox = self._shared = None
         self._socket.close()
 
 

@@ -6,6 +6,9 @@ pool of mappings. A buffer is an ordinary writable buffer object that a tensor i
 last tensor on it dies, its memory is back in the pool, on whichever thread that happens.
 
 Giving back runs inside the garbage collector, so it takes no lock: it appends to a deque.
+
+A forked process has copies of the buffers, and gives none of them back: shared memory would be used
+again under its parent's tensors.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import collections
 import ctypes
 import mmap
+import os
 import threading
 import time
 import weakref
@@ -55,6 +59,31 @@ def lend(
     loan.returned = returned
     _loans[id(loan)] = loan
     return array
+
+
+_kept_over_forks: list[list[Any]] = []
+
+
+def _before_fork() -> None:
+    # What other threads keep for themselves dies in the child before `_after_fork_in_child` runs.
+    _kept_over_forks.append([loan() for loan in list(_loans.values())])
+
+
+def _after_fork_in_child() -> None:
+    for loan in list(_loans.values()):
+        loan.returned = _nothing
+    _kept_over_forks.clear()
+
+
+def _nothing() -> None:
+    """What is done at the end of a parent's loan."""
+
+
+os.register_at_fork(
+    before=_before_fork,
+    after_in_parent=_kept_over_forks.pop,
+    after_in_child=_after_fork_in_child,
+)
 
 
 def size_class(length: int) -> int:

@@ -106,6 +106,7 @@ def _require_initialized(func: Callable[_P, _R]) -> Callable[_P, _R]:
     @functools.wraps(func)
     def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         if not _is_current_rpc_agent_set():
+            current.refuse_if_forked()
             raise RuntimeError(
                 "RPC has not been initialized. Call torch.distributed.rpc.init_rpc first."
             )

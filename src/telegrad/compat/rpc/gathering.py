@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import logging
+import os
 import threading
 from collections.abc import Iterable
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 from telegrad import rpc as native
 from telegrad.compat.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from telegrad.errors import RpcTimeout, TelegradError, WorkerLost
+from telegrad.forks import renewed
 from telegrad.rpc import current
 
 __all__ = ["AllGatherStates", "forget_all", "set_all_names", "worker_lost"]
@@ -35,7 +37,7 @@ class AllGatherStates:
 
 
 _all_names: set[str] = set()
-_all_gather_dict_lock = threading.RLock()  # guards the two below
+_all_gather_dict_lock = renewed(threading.RLock())  # guards the two below
 _all_gather_sequence_id: dict[str, int] = {}
 _all_gather_sequence_id_to_states: collections.defaultdict[str, AllGatherStates] = (
     collections.defaultdict(AllGatherStates)
@@ -53,6 +55,9 @@ def forget_all() -> None:
     with _all_gather_dict_lock:
         _all_gather_sequence_id.clear()
         _all_gather_sequence_id_to_states.clear()
+
+
+os.register_at_fork(after_in_child=forget_all)  # a group that it joins is another one
 
 
 def _gather_to_leader(
