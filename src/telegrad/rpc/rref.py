@@ -179,7 +179,7 @@ class RRef(Generic[T]):
         if isinstance(self._record, OwnerEntry) and self._record.creation_error is not None:
             raise creation_error(self._record.creation_error)
 
-    def _owned(self, entry: OwnerEntry, timeout: float = UNSET_TIMEOUT) -> Any:
+    def _owned(self, entry: OwnerEntry, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
         self._check_creation()
         if not entry.is_done:
             self._table.refuse_if_forked()
