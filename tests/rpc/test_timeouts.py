@@ -7,6 +7,7 @@ import time
 import pytest
 
 from telegrad import rpc
+from telegrad.errors import RpcTimeout
 from telegrad.testing.cluster import cluster
 
 
@@ -68,3 +69,19 @@ def test_endless_timeouts_of_options_are_zero():
         assert rpc.rpc_sync("worker1", sleep, (0.01,)) == 0.01
     finally:
         rpc._set_rpc_timeout(60)
+
+
+class Slow:
+    def work(self, seconds):
+        time.sleep(seconds)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_method_that_takes_too_long_is_named(mode):
+    rref = rpc.remote("worker1", Slow)
+    rref.rpc_sync().work(0)
+    with pytest.raises(RpcTimeout, match="method 'work' of a remote value on worker 'worker1'"):
+        if mode == "sync":
+            rref.rpc_sync(timeout=0.05).work(0.5)
+        else:
+            rref.rpc_async(timeout=0.05).work(0.5).wait()

@@ -121,15 +121,19 @@ class Arrival(NamedTuple):
 
 def check_roots(context_id: Any, roots: Any) -> None:
     """Raises what upstream raises for roots that cannot be differentiated."""
-    is_sequence = isinstance(roots, (list, tuple))
-    if is_sequence:
-        for root in roots:
-            is_sequence = is_sequence and isinstance(root, torch.Tensor)
-    if not isinstance(context_id, int) or not is_sequence:
+    given = type(roots).__name__
+    is_right = isinstance(context_id, int) and isinstance(roots, (list, tuple))
+    if is_right:
+        for number, root in enumerate(roots):
+            if not isinstance(root, torch.Tensor):
+                is_right = False
+                given = f"{given} with a {type(root).__name__} at {number}"
+                break
+    if not is_right:
         raise TypeError(
             "backward(): incompatible function arguments: expected (context_id: int, "
             "roots: list[Tensor], retain_graph: bool = False), got "
-            f"({type(context_id).__name__}, {type(roots).__name__})"
+            f"({type(context_id).__name__}, {given})"
         )
     if not roots:
         raise BackwardError("No tensors provided for gradient computation.")

@@ -27,7 +27,7 @@ from telegrad.rpc.call_head import pack_call_head
 from telegrad.rpc.conversation import Interruption, messages_in
 from telegrad.rpc.network import Network
 from telegrad.rpc.options import RpcOptions
-from telegrad.rpc.outcome import describe_function, rebuild_failure
+from telegrad.rpc.outcome import describe_call, rebuild_failure
 from telegrad.rpc.peer import Peer
 from telegrad.rpc.rendezvous import Directory
 from telegrad.rpc.seams import NO_CONTEXT, Handler, Rescue, Timer
@@ -126,7 +126,7 @@ class Agent:
                 (head, encoded.payload),
                 encoded.buffers,
                 seconds or None,
-                lambda: f"the call of {describe_function(func)}",
+                lambda: describe_call(func, args),
                 flags,
             )
         except WorkerLost:
@@ -144,7 +144,10 @@ class Agent:
     ) -> Future[Any]:
         """The same, without waiting. What goes wrong before the call has left is raised here."""
         head, encoded, context, message = self.pack_call(to, func, args, kwargs)
-        call = AsyncCall(self, to, context, lambda: f"the call of {describe_function(func)}")
+        what: Callable[[], str] = partial(describe_call, func, ())
+        if hasattr(func, "describe_call"):  # now: the call must not keep its arguments alive
+            what = partial(str, describe_call(func, args))
+        call = AsyncCall(self, to, context, what)
         self.take_back_when_lost(call.future, encoded)
         self.dispatch(
             call, Kind.CALL, context, message, (head, encoded.payload), encoded.buffers, timeout

@@ -8,7 +8,8 @@ the remote traceback as text. Where it cannot, the `RemoteError` itself is raise
 from __future__ import annotations
 
 import traceback
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,7 +18,14 @@ from telegrad.rpc.kept_errors import take_origin
 from telegrad.rpc.worker_info import WorkerInfo
 from telegrad.wire.codec import Codec, Encoded
 
-__all__ = ["Failure", "as_exception", "describe_function", "pack_failure", "rebuild_failure"]
+__all__ = [
+    "Failure",
+    "as_exception",
+    "describe_call",
+    "describe_function",
+    "pack_failure",
+    "rebuild_failure",
+]
 
 
 _SHORT = 2000  # characters of an exception that is too large to be sent whole
@@ -86,6 +94,14 @@ def as_exception(error: BaseException) -> Exception:
     if isinstance(error, Exception):
         return error
     return TelegradError(f"the function ended by {type(error).__name__}: {error}")
+
+
+def describe_call(func: object, args: Sequence[Any]) -> str:
+    """What a call is, for messages. A function may say that itself, by its arguments."""
+    describe = getattr(func, "describe_call", None)
+    if describe is not None:
+        return str(describe(args))
+    return f"the call of {describe_function(func)}"
 
 
 def describe_function(func: object) -> str:

@@ -12,7 +12,7 @@ value is made, so the call after it never parks one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -133,6 +133,13 @@ def call_owned_async(
 ) -> Any:
     """The same for a method that returns a future of its result."""
     return call_owned(owned, name, args, kwargs)
+
+
+def _describe(args: Sequence[Any]) -> str:
+    return f"the call of method {args[1]!r} of a remote value"
+
+
+call_owned.describe_call = call_owned_async.describe_call = _describe  # type: ignore[attr-defined]
 
 
 def _rref_typeof_on_owner(rref_id: RRefId) -> torch.futures.Future[type]:

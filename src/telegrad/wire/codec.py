@@ -397,10 +397,10 @@ def _decoding_error(
         if missing is not None:
             module, name, reason = missing
             return SerializationError(
-                f"the value needs {name!r} of module {module!r}, which this worker cannot find "
-                f"({reason}); make the module importable here, in the same version as on the "
-                f"sender, or define the function where all workers import it"
+                f"the value needs {name!r} of module {module!r}, which the worker that unpacks it "
+                f"cannot find ({reason}); make the module importable there, in the same version as "
+                f"on the sender, or define the function where all workers import it"
             )
     return SerializationError(
-        f"the value could not be rebuilt on this worker: {type(error).__name__}: {error}"
+        f"the value could not be rebuilt where it was unpacked: {type(error).__name__}: {error}"
     )
