@@ -107,6 +107,9 @@ def test_asynchronous_functions_and_calls():
         assert float(future.wait().sum()) == 2 * LARGE
     future = None
     futures.clear()
+    end = time.monotonic() + 5  # who completed the last of them has it in hand for a moment more
+    while set(states()) != {shm._FREE} and time.monotonic() < end:
+        time.sleep(0.001)
     assert set(states()) == {shm._FREE}
     assert set(states_there()) <= {shm._FREE}
 
