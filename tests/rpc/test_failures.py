@@ -233,15 +233,16 @@ def test_a_graceful_end_without_the_others_ends_by_its_timeout():
         assert not rpc.is_initialized()
 
 
-def test_ctrl_c_during_a_call_leaves_the_worker_usable():
+@pytest.mark.parametrize("to", ["worker0", "worker1"])
+def test_ctrl_c_during_a_call_leaves_the_worker_usable(to):
     with cluster(2):
         main = threading.get_ident()
         timer = threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGINT))
         timer.start()
         with pytest.raises(KeyboardInterrupt):
-            rpc.rpc_sync("worker1", sleep, (1.0,))
+            rpc.rpc_sync(to, sleep, (1.0,))
         timer.join()
-        assert [rpc.rpc_sync("worker1", add, (i, 1)) for i in range(5)] == [1, 2, 3, 4, 5]
+        assert [rpc.rpc_sync(to, add, (i, 1)) for i in range(5)] == [1, 2, 3, 4, 5]
 
 
 def test_a_missing_worker_is_named_when_the_group_does_not_come_together(tmp_path):

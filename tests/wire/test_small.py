@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from telegrad.errors import ProtocolError, TelegradError
+from telegrad.errors import ProtocolError, SerializationError, TelegradError
 from telegrad.wire.codec import Codec, Packet
 from telegrad.wire.small import pack_small, unpack_small
 from telegrad.wire.tensors import CODES, INLINE_LIMIT
@@ -229,3 +229,12 @@ def test_an_integer_that_wants_a_gradient_is_refused() -> None:
     damaged[9] = 1
     with pytest.raises(ProtocolError, match="has no gradients"):
         unpack_small(memoryview(damaged), 0)
+
+
+def test_a_tensor_inside_of_a_transform_is_refused_by_its_place() -> None:
+    def send(tensor: torch.Tensor) -> torch.Tensor:
+        Codec().encode_arguments((1, tensor), None)
+        return tensor.sum()
+
+    with pytest.raises(SerializationError, match=r"args\[1\]"):
+        torch.func.grad(send)(torch.ones(3))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -106,7 +107,7 @@ class Agent:
     ) -> Any:
         """Runs `func` on worker `to` and returns its result; what it raises is raised here."""
         if to == self.info.id:
-            return self.call_async(to, func, args, kwargs, timeout).wait()
+            return _wait(self.call_async(to, func, args, kwargs, timeout))
         self._thread.has_called = True
         peer = self.network.peer(to)
         head, encoded, context, message = self.pack_call(to, func, args, kwargs)
@@ -414,6 +415,14 @@ class Agent:
 
     def pending_calls(self) -> int:
         return sum(peer.pending_count for peer in self.network.peers())
+
+
+def _wait(future: Future[Any]) -> Any:
+    """Waits in Python, where Ctrl-C is heeded; torch's futures wait in C++. Ends as they do."""
+    done = threading.Event()
+    future.add_done_callback(lambda _: done.set())
+    done.wait()
+    return future.value()
 
 
 def _copied(

@@ -82,7 +82,10 @@ def pack_small(
         code = CODES.get(tensor.dtype)
         if not 0 < size < INLINE_LIMIT or code is None or tensor.__dict__:
             return None
-        address = tensor.data_ptr()
+        try:
+            address = tensor.data_ptr()
+        except RuntimeError:  # inside of a transform of torch.func, say: the long way tells of it
+            return None
         shape = tensor.shape
         ndim = len(shape)
         if not address or ndim > 8 or tensor.is_neg() or tensor.is_conj():
