@@ -28,7 +28,7 @@ from telegrad.rpc.call_head import pack_call_head
 from telegrad.rpc.conversation import Interruption, messages_in
 from telegrad.rpc.network import Network
 from telegrad.rpc.options import RpcOptions
-from telegrad.rpc.outcome import describe_call, rebuild_failure
+from telegrad.rpc.outcome import describe_call, is_described_by_arguments, rebuild_failure
 from telegrad.rpc.peer import Peer
 from telegrad.rpc.rendezvous import Directory
 from telegrad.rpc.seams import NO_CONTEXT, Handler, Rescue, Timer
@@ -146,7 +146,7 @@ class Agent:
         """The same, without waiting. What goes wrong before the call has left is raised here."""
         head, encoded, context, message = self.pack_call(to, func, args, kwargs)
         what: Callable[[], str] = partial(describe_call, func, ())
-        if hasattr(func, "describe_call"):  # now: the call must not keep its arguments alive
+        if is_described_by_arguments(func):  # now: the call must not keep its arguments alive
             what = partial(str, describe_call(func, args))
         call = AsyncCall(self, to, context, what)
         self.take_back_when_lost(call.future, encoded)

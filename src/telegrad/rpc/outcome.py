@@ -8,7 +8,7 @@ the remote traceback as text. Where it cannot, the `RemoteError` itself is raise
 from __future__ import annotations
 
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,8 @@ __all__ = [
     "as_exception",
     "describe_call",
     "describe_function",
+    "described_by_arguments",
+    "is_described_by_arguments",
     "pack_failure",
     "rebuild_failure",
 ]
@@ -96,11 +98,22 @@ def as_exception(error: BaseException) -> Exception:
     return TelegradError(f"the function ended by {type(error).__name__}: {error}")
 
 
+_described: dict[int, Callable[[Sequence[Any]], str]] = {}
+
+
+def described_by_arguments(func: object, describe: Callable[[Sequence[Any]], str]) -> None:
+    """Lets a function, which must live for ever, go by its arguments in messages."""
+    _described[id(func)] = describe
+
+
+def is_described_by_arguments(func: object) -> bool:
+    return id(func) in _described
+
+
 def describe_call(func: object, args: Sequence[Any]) -> str:
-    """What a call is, for messages. A function may say that itself, by its arguments."""
-    describe = getattr(func, "describe_call", None)
-    if describe is not None:
-        return str(describe(args))
+    """What a call is, for messages."""
+    if id(func) in _described:
+        return _described[id(func)](args)
     return f"the call of {describe_function(func)}"
 
 

@@ -22,6 +22,7 @@ from telegrad.errors import RemoteError, SerializationError
 from telegrad.ids import RRefId
 from telegrad.rpc.kept_errors import fail
 from telegrad.rpc.options import UNSET_RPC_TIMEOUT, checked_timeout
+from telegrad.rpc.outcome import described_by_arguments
 from telegrad.rpc.rref_lookup import current_table
 
 if TYPE_CHECKING:
@@ -139,7 +140,8 @@ def _describe(args: Sequence[Any]) -> str:
     return f"the call of method {args[1]!r} of a remote value"
 
 
-call_owned.describe_call = call_owned_async.describe_call = _describe  # type: ignore[attr-defined]
+for _method in (call_owned, call_owned_async):
+    described_by_arguments(_method, _describe)
 
 
 def _rref_typeof_on_owner(rref_id: RRefId) -> torch.futures.Future[type]:
