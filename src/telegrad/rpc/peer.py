@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 from telegrad.errors import AuthenticationError, ProtocolError, RpcTimeout, WorkerLost
 from telegrad.rpc.conversation import Interruption
+from telegrad.rpc.late_replies import LateReplies
 from telegrad.rpc.liveness import (
     Connected,
     DeclareLost,
@@ -54,7 +55,6 @@ _POST_SECONDS = 60.0
 _MOST_POSTED = 32  # lanes with a receipt outstanding; beyond it posts share the multiplex
 _IDLE_SECONDS = 30.0  # after which a lane that nobody needed is closed
 _KEPT_LANES = 2
-_MOST_LATE = 64  # lanes on which a reply is awaited by nobody; beyond it they are closed
 _RECEIPT_SECONDS = 60.0  # without its receipt for so long, a lane is closed
 
 
@@ -100,8 +100,12 @@ class Peer:
         self._used_lanes: set[Connection] = set()  # since they were last trimmed
         self._lanes_trimmed_at = time.monotonic()
         self._posted: collections.deque[_Posted] = collections.deque()
-        self._late: collections.deque[_Posted] = collections.deque()
-        self._on_late = on_late
+        self._late = LateReplies(
+            lambda lane: lane in self._connections,
+            self._discard,
+            partial(self._put_back, is_cold=True),
+            partial(on_late, self),
+        )
         self._numbers = itertools.count(1)
         self._connections: set[Connection] = set()  # every open one, so that a loss can end them
         self._connections_lock = threading.Lock()  # guards the set above and the two below
@@ -149,7 +153,7 @@ class Peer:
                 frame = lane.receive()
         except TransportTimeout:
             if lane.reads == reads:
-                self._keep_for_late_reply(lane, number)
+                self._late.keep(lane, number)
             else:  # in the middle of a message
                 self._discard(lane)
             raise self.timed_out(timeout or 0.0, what()) from None
@@ -277,50 +281,6 @@ class Peer:
             return self._open_lane(None), None
         end = time.monotonic() + seconds
         return self._open_lane(seconds), max(end - time.monotonic(), 1e-3)
-
-    def _keep_for_late_reply(self, lane: Connection, number: int) -> None:
-        """Somebody gave up waiting. What comes still may hold references to values, whose owners
-        keep them until somebody has unpacked them."""
-        if len(self._late) >= _MOST_LATE:
-            try:
-                self._discard(self._late.popleft().lane)
-            except IndexError:
-                pass  # they have all come in this moment
-        lane.set_timeout(_POST_SECONDS)
-        if lane in self._connections:
-            self._late.append(_Posted(lane, number, time.monotonic()))
-        else:
-            lane.close()
-
-    def _look_for_late_replies(self) -> None:
-        for _ in range(len(self._late)):
-            try:
-                late = self._late.popleft()
-            except IndexError:
-                return
-            try:
-                has_come = late.lane.poll()
-            except (ConnectionClosed, TransportTimeout, ProtocolError):
-                self._discard(late.lane)
-                continue
-            if has_come:
-                self._on_late(self, partial(self._late_reply, late))
-            elif late.lane in self._connections:
-                self._late.append(late)
-            else:
-                late.lane.close()
-
-    def _late_reply(self, late: _Posted) -> Frame | None:
-        lane = late.lane
-        try:
-            frame = lane.receive()
-            while frame.call_id != late.number:
-                frame = lane.receive()
-        except (ConnectionClosed, TransportTimeout, ProtocolError):
-            self._discard(lane)
-            return None
-        self._put_back(lane, is_cold=True)
-        return frame
 
     def _put_back(self, lane: Connection, *, is_cold: bool = False) -> None:
         """Calls take the lane that was put back last: its thread is still awake at the other end.
@@ -466,8 +426,7 @@ class Peer:
             idle.add(self._idle.pop())
         while self._posted:
             idle.add(self._posted.popleft().lane)
-        while self._late:
-            idle.add(self._late.popleft().lane)
+        idle |= self._late.give_up()
         for connection in connections:
             connection.interrupt()  # whoever waits on it wakes, and closes it
         for lane in idle:
@@ -521,7 +480,7 @@ class Peer:
     def trim(self, now: float) -> None:
         """Lets go of what has not been used for a while, and of what nobody waits for."""
         self._settle_all(now)
-        self._look_for_late_replies()
+        self._late.look()
         self._trim_lanes(now)
         if self.memory is not None:
             self.memory.trim(now)
