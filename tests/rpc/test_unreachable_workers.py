@@ -112,3 +112,14 @@ def test_a_loss_ends_the_opening_of_a_connection():
             rpc.rpc_sync("worker1", torch.ones, args=(2,))
         assert time.monotonic() - begun < 30
         group.resume("worker1")
+
+
+def test_short_timeouts_do_not_keep_a_connection_from_being_opened():
+    with cluster(2):
+        for _ in range(3):
+            with pytest.raises(RpcTimeout, match="worker1"):
+                rpc.rpc_sync("worker1", time.sleep, args=(0.2,), timeout=1e-6)
+            with pytest.raises(RpcTimeout, match="worker1"):
+                rpc.rpc_async("worker1", time.sleep, args=(0.2,), timeout=1e-6).wait()
+        peer = current.current().agent.network.peer(1)
+        assert [m for m in peer._multiplexes if not m.is_closed]

@@ -37,6 +37,8 @@ __all__ = ["Network", "Send"]
 
 _log = logging.getLogger("telegrad.rpc")
 
+# Seconds. Calls whose time is shorter would else never get a connection.
+_LEAST_TO_CONNECT = 1.0
 _FAILURES_TO_CONNECT = (ConnectionClosed, TransportTimeout, AuthenticationError, ProtocolError)
 
 Send = Callable[..., None]
@@ -261,9 +263,9 @@ class Network:
         scheme = address.partition(":")[0]
         timeout = self._options.connect_timeout
         end = math.inf
-        if seconds is not None and seconds < timeout:
-            timeout = seconds
-            end = time.monotonic() + seconds
+        if seconds is not None and max(seconds, _LEAST_TO_CONNECT) < timeout:
+            timeout = max(seconds, _LEAST_TO_CONNECT)
+            end = time.monotonic() + timeout
         connection: Connection | None = None
         try:
             connection = self._transports[scheme].connect(address, timeout)
@@ -279,12 +281,13 @@ class Network:
             if connection is not None:
                 peer.remove(connection)
                 connection.close()
-            if isinstance(error, TransportTimeout):
-                error = TransportTimeout(f"no answer within {timeout:g} seconds")
             if not isinstance(error, _FAILURES_TO_CONNECT):
                 raise
-            if time.monotonic() >= end:
-                raise TransportTimeout(f"no connection within {seconds:g} seconds") from None
+            is_late = isinstance(error, TransportTimeout)
+            if is_late:
+                error = TransportTimeout(f"no answer within {timeout:g} seconds")
+            if time.monotonic() >= end or (is_late and end < math.inf):
+                raise TransportTimeout(f"no connection within {timeout:g} seconds") from None
             raise peer.unreachable(error) from None
         return connection
 
