@@ -428,3 +428,25 @@ def test_nothing_works_without_init(monkeypatch):
     ):
         with pytest.raises(NotInitialized):
             call()
+
+
+def leave_gradients_off():
+    torch.set_grad_enabled(False)
+
+
+@rpc.functions.async_execution
+def leave_gradients_off_later():
+    torch.set_grad_enabled(False)
+    return rpc.rpc_async("worker1", add, (1, 1))
+
+
+@pytest.mark.parametrize("func", [leave_gradients_off, leave_gradients_off_later])
+@pytest.mark.parametrize("to", ["worker0", "worker1"])
+def test_a_function_that_leaves_gradients_off_does_so_for_itself(to, func):
+    for _ in range(5):
+        rpc.rpc_sync(to, func)
+        rpc.rpc_async(to, func).wait()
+        rpc.remote(to, func).to_here()
+        assert rpc.rpc_sync(to, torch.is_grad_enabled)
+        assert rpc.rpc_async(to, torch.is_grad_enabled).wait()
+        assert rpc.remote(to, torch.is_grad_enabled).to_here()
