@@ -45,13 +45,17 @@ class TelegradError(RuntimeError):
 class RpcTimeout(TelegradError, TimeoutError):
     """A call's deadline passed before its reply came.
 
-    The work may still be going on at the other end; its reply will be dropped.
+    The work may still be going on at the other end; its reply will be dropped. Only if `was_sent`
+    is false, it has certainly not begun: no connection could be opened in time, say.
     """
 
-    def __init__(self, message: str, *, worker: str = "", seconds: float = 0.0) -> None:
+    def __init__(
+        self, message: str, *, worker: str = "", seconds: float = 0.0, was_sent: bool = True
+    ) -> None:
         super().__init__(message)
         self.worker = worker
         self.seconds = seconds
+        self.was_sent = was_sent
 
 
 class WorkerLost(TelegradError, ConnectionError):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from telegrad import rpc
-from telegrad.errors import RpcTimeout, WorkerLost
+from telegrad.errors import RpcTimeout, TelegradError, WorkerLost
 from telegrad.rpc import current
 from telegrad.rpc.api import _rref_context_get_debug_info
 from telegrad.testing.cluster import cluster
@@ -50,6 +50,13 @@ def is_lost(call, make):
         return True
 
 
+def wait_until_references_ended(*others):
+    end = time.monotonic() + 10
+    while any(counts := [open_references(), *(rpc.rpc_sync(o, open_references) for o in others)]):
+        assert time.monotonic() < end, counts
+        time.sleep(0.02)
+
+
 def test_references_for_a_worker_that_is_gone_end():
     with cluster(3, graceful=False) as group:
         rpc.rpc_sync("worker1", torch.ones, args=(2,))
@@ -57,10 +64,43 @@ def test_references_for_a_worker_that_is_gone_end():
         for make in (owned, user):
             for call in (by_sync, by_async, by_remote):
                 assert is_lost(call, make)
-        end = time.monotonic() + 10
-        while any(counts := [open_references(), rpc.rpc_sync("worker2", open_references)]):
-            assert time.monotonic() < end, counts
-            time.sleep(0.02)
+        wait_until_references_ended("worker2")
+
+
+def ask_in_vain(call):
+    """How a call with a reference ends that has a tenth of a second."""
+    rref = owned()
+    try:
+        if call == "sync":
+            rpc.rpc_sync("worker1", type, args=(rref,), timeout=0.1)
+        elif call == "async":
+            rpc.rpc_async("worker1", type, args=(rref,), timeout=0.1).wait()
+        else:
+            rpc.remote("worker1", type, args=(rref,), timeout=0.1).to_here()
+    except TelegradError as error:
+        return error.with_traceback(None)  # its frames hold the reference
+
+
+@pytest.mark.parametrize("call", ["sync", "async", "remote"])
+def test_references_for_a_worker_to_which_no_connection_is_opened_in_time_end(call):
+    patience = {"connect_timeout": 60.0, "heartbeat_timeout": 60.0}
+    with cluster(3, graceful=False, **patience) as group:
+        group.pause("worker1")
+        error = rpc.rpc_sync("worker2", ask_in_vain, args=(call,))
+        assert "timeout (100 ms)" in str(error)
+        assert call == "remote" or not error.was_sent
+        wait_until_references_ended("worker2")
+        group.resume("worker1")
+
+
+def test_a_call_that_has_left_says_so():
+    with cluster(2, graceful=False, heartbeat_timeout=60.0) as group:
+        rpc.rpc_sync("worker1", torch.ones, args=(2,))
+        group.pause("worker1")
+        assert ask_in_vain("sync").was_sent
+        assert ask_in_vain("async").was_sent
+        group.resume("worker1")
+        wait_until_references_ended()  # by the replies, which come late
 
 
 def keep(rref):

@@ -22,7 +22,7 @@ from typing import Any
 
 from torch.futures import Future
 
-from telegrad.errors import TelegradError, WorkerLost
+from telegrad.errors import RpcTimeout, TelegradError, WorkerLost
 from telegrad.rpc.async_call import AsyncCall
 from telegrad.rpc.call_head import pack_call_head
 from telegrad.rpc.conversation import Interruption, messages_in
@@ -130,8 +130,8 @@ class Agent:
                 lambda: describe_call(func, args),
                 flags,
             )
-        except WorkerLost:
-            self._take_back(encoded)
+        except TelegradError as error:
+            self._take_back_after(error, encoded)
             raise
         return self.result(to, frame)
 
@@ -149,28 +149,29 @@ class Agent:
         if is_described_by_arguments(func):  # now: the call must not keep its arguments alive
             what = partial(str, describe_call(func, args))
         call = AsyncCall(self, to, context, what)
-        self.take_back_when_lost(call.future, encoded)
+        self.take_back_if_unread(call.future, encoded)
         self.dispatch(
             call, Kind.CALL, context, message, (head, encoded.payload), encoded.buffers, timeout
         )
         return call.future
 
-    def take_back_when_lost(self, future: Future[Any], encoded: Encoded) -> None:
-        """References that were packed for a worker end if it is lost before it has unpacked them.
+    def take_back_if_unread(self, future: Future[Any], encoded: Encoded) -> None:
+        """References that were packed for a worker end if their message does not reach it.
         Those that were packed before its loss do so by that."""
         if encoded.references:
-            future.add_done_callback(partial(self._look_whether_lost, encoded))
+            future.add_done_callback(partial(self._take_back_if_failed, encoded))
 
-    def _look_whether_lost(self, encoded: Encoded, future: Future[Any]) -> None:
+    def _take_back_if_failed(self, encoded: Encoded, future: Future[Any]) -> None:
         try:
             future.value()
-        except WorkerLost:
-            self._take_back(encoded)
-        except Exception:  # noqa: BLE001 - another failure: it was unpacked
-            return
+        except Exception as error:  # noqa: BLE001 - which it is, is looked at
+            self._take_back_after(error, encoded)
 
-    def _take_back(self, encoded: Encoded) -> None:
-        if encoded.references:
+    def _take_back_after(self, error: Exception, encoded: Encoded) -> None:
+        is_unread = isinstance(error, WorkerLost) or (
+            isinstance(error, RpcTimeout) and not error.was_sent
+        )
+        if is_unread and encoded.references:
             self.abandon(encoded.references)
 
     def pack_call(
@@ -220,7 +221,7 @@ class Agent:
             multiplex = peer.multiplex(seconds or None)
             multiplex.expect(call_id, call)
         except TransportTimeout:
-            call.expire()
+            call.expire(was_sent=False)
             return
         except ConnectionClosed:
             call.settle_error(peer.loss(call.what()))

@@ -70,9 +70,10 @@ class AsyncCall(PendingCall):
         if self.peer is not None:
             self.settle_error(self.peer.loss(self.what()))
 
-    def expire(self) -> None:
+    def expire(self, *, was_sent: bool = True) -> None:
         if self.peer is not None:
-            self.settle_error(self.peer.timed_out(self.seconds, self.what()))
+            error = self.peer.timed_out(self.seconds, self.what(), was_sent=was_sent)
+            self.settle_error(error)
         else:
             self.settle_error(
                 RpcTimeout(

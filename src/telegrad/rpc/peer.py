@@ -141,7 +141,7 @@ class Peer:
             try:
                 lane, seconds = self._open_lane_within(timeout)
             except TransportTimeout:
-                raise self.timed_out(timeout or 0.0, what()) from None
+                raise self.timed_out(timeout or 0.0, what(), was_sent=False) from None
         number = next(self._numbers)
         reads = -1
         try:
@@ -156,7 +156,7 @@ class Peer:
                 self._late.keep(lane, number)
             else:  # in the middle of a message
                 self._discard(lane)
-            raise self.timed_out(timeout or 0.0, what()) from None
+            raise self.timed_out(timeout or 0.0, what(), was_sent=reads >= 0) from None
         except (ConnectionClosed, ProtocolError) as error:
             self._discard(lane)
             self.lose(str(error))
@@ -441,12 +441,13 @@ class Peer:
             reason=reason,
         )
 
-    def timed_out(self, seconds: float, what: str) -> RpcTimeout:
+    def timed_out(self, seconds: float, what: str, *, was_sent: bool = True) -> RpcTimeout:
         return RpcTimeout(
             f"RPC ran for more than set timeout ({seconds * 1000:.0f} ms) and will now be marked "
             f"with an error: {what} on worker {self.info.name!r}",
             worker=self.info.name,
             seconds=seconds,
+            was_sent=was_sent,
         )
 
     def unreachable(self, error: Exception) -> WorkerLost:
