@@ -67,6 +67,9 @@ class SimulatedMessenger:
             self.network.thread.talk = None
         return came
 
+    def name_of(self, worker):
+        return f"worker{worker}"
+
     def end_conversation(self):
         self.network.thread.talk = None
 

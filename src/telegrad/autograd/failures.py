@@ -40,22 +40,23 @@ class Failure:
     worker: int
     text: str
     traceback: str = ""
+    lost: str = ""  # who was
 
     @classmethod
     def raised(cls, worker: int, error: BaseException) -> Failure:
         if isinstance(error, WorkerLost):
-            return cls("lost", worker, str(error))
+            return cls("lost", worker, str(error), lost=error.worker)
         shown = "".join(traceback.format_exception(error))
         return cls("raised", worker, str(error) or repr(error), shown)
 
-    def pack(self) -> tuple[str, int, str, str]:
-        return (self.kind, self.worker, self.text, self.traceback)
+    def pack(self) -> tuple[str, int, str, str, str]:
+        return (self.kind, self.worker, self.text, self.traceback, self.lost)
 
     def error(self) -> TelegradError:
         if self.kind == "lost":
             return WorkerLost(
                 f"Error on Node {self.worker}: {self.text}",
-                worker=str(self.worker),
+                worker=self.lost,
                 reason=self.text,
             )
         if self.kind == "released":
@@ -128,7 +129,9 @@ class PassFailures:
 
     def worker_lost(self, worker: int, reason: str) -> None:
         """Any pass of a context that the worker knew may have lost credit with it."""
-        failure = Failure("lost", worker, f"the worker was lost during a backward pass: {reason}")
+        name = str(worker) if self._messenger is None else self._messenger.name_of(worker)
+        text = f"worker {name!r} was lost during a backward pass: {reason}"
+        failure = Failure("lost", worker, text, lost=name)
         for context in self._registry.contexts:
             with context.lock:
                 for pass_id in [id_ for id_ in context.passes if worker_of(id_) == worker]:

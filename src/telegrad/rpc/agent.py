@@ -28,7 +28,12 @@ from telegrad.rpc.call_head import pack_call_head
 from telegrad.rpc.conversation import Interruption, messages_in
 from telegrad.rpc.network import Network
 from telegrad.rpc.options import RpcOptions
-from telegrad.rpc.outcome import describe_call, is_described_by_arguments, rebuild_failure
+from telegrad.rpc.outcome import (
+    describe_call,
+    describe_message,
+    is_described_by_arguments,
+    rebuild_failure,
+)
 from telegrad.rpc.peer import Peer
 from telegrad.rpc.rendezvous import Directory
 from telegrad.rpc.seams import NO_CONTEXT, Handler, Rescue, Timer
@@ -94,6 +99,9 @@ class Agent:
     @property
     def worker_id(self) -> int:
         return self.info.id
+
+    def name_of(self, worker: int) -> str:
+        return self.network.name_of(worker) or f"worker:{worker}"
 
     # -- calls
 
@@ -298,7 +306,12 @@ class Agent:
             self.network.work.submit(partial(self.service.serve, to, frame, _drop))
             return
         self._living_peer(to, kind).post(
-            kind, NO_CONTEXT, -1, (encoded.payload,), encoded.buffers, lambda: kind.name
+            kind,
+            NO_CONTEXT,
+            -1,
+            (encoded.payload,),
+            encoded.buffers,
+            partial(describe_message, kind),
         )
 
     def _peer(self, worker: int) -> Peer:
@@ -309,7 +322,7 @@ class Agent:
         reached again, and wait for it, is for a user's call."""
         peer = self.network.peer(worker)
         if peer.is_lost:
-            raise peer.loss(kind.name)
+            raise peer.loss(describe_message(kind))
         return peer
 
     def converse(
@@ -358,7 +371,7 @@ class Agent:
         self, to: int, kind: Kind, body: Any, *, timeout: float | None = None
     ) -> Future[Any]:
         encoded = self.codec.encode(body, to)
-        call = AsyncCall(self, to, NO_CONTEXT, lambda: kind.name)
+        call = AsyncCall(self, to, NO_CONTEXT, partial(describe_message, kind))
         self.dispatch(call, kind, NO_CONTEXT, -1, (encoded.payload,), encoded.buffers, timeout)
         return call.future
 

@@ -17,12 +17,14 @@ from telegrad.errors import RemoteError, SerializationError, TelegradError
 from telegrad.rpc.kept_errors import take_origin
 from telegrad.rpc.worker_info import WorkerInfo
 from telegrad.wire.codec import Codec, Encoded
+from telegrad.wire.frames import Kind
 
 __all__ = [
     "Failure",
     "as_exception",
     "describe_call",
     "describe_function",
+    "describe_message",
     "described_by_arguments",
     "is_described_by_arguments",
     "pack_failure",
@@ -98,6 +100,16 @@ def as_exception(error: BaseException) -> Exception:
     return TelegradError(f"the function ended by {type(error).__name__}: {error}")
 
 
+_PURPOSES = (  # by how the kind's name begins
+    ("RREF_FETCH", "RRef.to_here()"),
+    ("RREF_", "the bookkeeping of references"),
+    ("GRADIENTS", "a backward pass"),
+    ("PASS_", "a backward pass"),
+    ("CONTEXT_", "the release of an autograd context"),
+    ("GATHER", "a meeting of all workers"),
+    ("MEMBERS", "an exchange about who is in the group"),
+)
+
 _described: dict[int, Callable[[Sequence[Any]], str]] = {}
 
 
@@ -115,6 +127,12 @@ def describe_call(func: object, args: Sequence[Any]) -> str:
     if id(func) in _described:
         return _described[id(func)](args)
     return f"the call of {describe_function(func)}"
+
+
+def describe_message(kind: Kind) -> str:
+    """What is going on when workers send such a message, for messages to people."""
+    purposes = (purpose for start, purpose in _PURPOSES if kind.name.startswith(start))
+    return next(purposes, f"an exchange of {kind.name} messages")
 
 
 def describe_function(func: object) -> str:

@@ -41,6 +41,7 @@ from telegrad.rpc.liveness import (
     TimePassed,
 )
 from telegrad.rpc.multiplex import Multiplex
+from telegrad.rpc.outcome import describe_message
 from telegrad.rpc.worker_info import WorkerInfo
 from telegrad.transport.base import Connection, ConnectionClosed, TransportTimeout
 from telegrad.transport.handshake import Purpose
@@ -233,7 +234,7 @@ class Peer:
         except (ConnectionClosed, TransportTimeout) as error:
             self._discard(lane)
             self.lose(str(error) or f"it has taken no message for {_POST_SECONDS:g} seconds")
-            raise self.loss(kind.name) from None
+            raise self.loss(describe_message(kind)) from None
         except WorkerLost:
             raise
         except BaseException:
@@ -250,7 +251,7 @@ class Peer:
         except (ConnectionClosed, TransportTimeout, ProtocolError) as error:
             self._discard(lane)
             self.lose(str(error))
-            raise self.loss(kind.name) from None
+            raise self.loss(describe_message(kind)) from None
         self._put_back(lane)
         return frame
 
@@ -435,8 +436,8 @@ class Peer:
     def loss(self, what: str) -> WorkerLost:
         reason = self._liveness.reason or "the connection was closed"
         return WorkerLost(
-            f"worker {self.info.name!r} was lost during {what}: {reason}. Whether the call ran "
-            "there is not known",
+            f"worker {self.info.name!r} was lost during {what}: {reason}. How much of it was "
+            "done there is not known",
             worker=self.info.name,
             reason=reason,
         )

@@ -106,8 +106,7 @@ class RemoteReferences:
         return rebuild, (fields,)
 
     def _worker_info(self, worker_id: int) -> WorkerInfo:
-        name = self._agent.network.name_of(worker_id)
-        return WorkerInfo(name if name is not None else f"worker:{worker_id}", worker_id)
+        return WorkerInfo(self._agent.name_of(worker_id), worker_id)
 
     # -- at the user
 

@@ -46,6 +46,9 @@ class Messenger(Protocol):
     @property
     def worker_id(self) -> int: ...
 
+    def name_of(self, worker: int) -> str:
+        """What a worker is called, also one that is gone."""
+
     def post(self, to: int, kind: Kind, body: Any) -> None:
         """Sends a message that has no answer; also to oneself.
 

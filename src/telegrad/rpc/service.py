@@ -20,7 +20,7 @@ from telegrad.rpc.call_head import name_in
 from telegrad.rpc.conversation import Conversation
 from telegrad.rpc.functions import checked_future
 from telegrad.rpc.network import Send
-from telegrad.rpc.outcome import pack_failure
+from telegrad.rpc.outcome import describe_message, pack_failure
 from telegrad.rpc.peer import Peer
 from telegrad.rpc.seams import NO_CONTEXT, Handler, Recorder, Rescue
 from telegrad.rpc.worker_info import WorkerInfo
@@ -126,7 +126,8 @@ class Service:
 
     def _serve_conversation(self, source: int, frame: Frame, send: Send) -> None:
         def post(kind: Kind, payload: bytes) -> None:
-            self._peer_of(source).post(kind, NO_CONTEXT, -1, (payload,), (), lambda: kind.name)
+            what = partial(describe_message, kind)
+            self._peer_of(source).post(kind, NO_CONTEXT, -1, (payload,), (), what)
 
         conversation = Conversation(source, frame, send, post)
         self.thread.conversation = conversation

@@ -195,6 +195,9 @@ class SimulatedMessenger:
     def worker_id(self) -> int:
         return self._worker_id
 
+    def name_of(self, worker: int) -> str:
+        return f"worker{worker}"
+
     def post(self, to: int, kind: Kind, body: Any) -> None:
         receiver = self._network.messenger(to)
         self._network.send(

@@ -41,7 +41,7 @@ __all__ = [
     "unpack_header",
 ]
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 MAGIC = 0x4754  # "TG", read as little-endian
 
 HEADER = struct.Struct("<HBBIqqqI")
