@@ -13,6 +13,7 @@ import torch
 from telegrad import rpc
 from telegrad.errors import RpcTimeout, WorkerLost
 from telegrad.rpc import peer as peer_module
+from telegrad.rpc import receipts as receipts_module
 from telegrad.testing.cluster import cluster
 from telegrad.testing.faults import Faults
 from telegrad.testing.transport_contract import TransportContract, joined
@@ -263,7 +264,7 @@ def fetch_held():
 
 
 def test_lanes_whose_receipts_never_come_are_closed_after_a_while(monkeypatch):
-    monkeypatch.setattr(peer_module, "_RECEIPT_SECONDS", 0.2)
+    monkeypatch.setattr(receipts_module, "_SECONDS", 0.2)
     faults = Faults().drop(Kind.CONTEXT_RELEASE).drop(Kind.RREF_DELETED)
     with cluster(2, wrap_transport=faults, graceful=False):
         agent = rpc.current.current().agent
@@ -271,7 +272,7 @@ def test_lanes_whose_receipts_never_come_are_closed_after_a_while(monkeypatch):
         for _ in range(100):  # nobody ever hears of these
             agent.post(1, Kind.RREF_DELETED, None)
         assert faults.struck[("drop", Kind.RREF_DELETED)] == 100
-        assert len(peer._posted) <= peer_module._MOST_POSTED
-        until(lambda: not peer._posted)
+        assert len(peer._receipts) <= peer_module._MOST_POSTED
+        until(lambda: not len(peer._receipts))
         until(lambda: len(peer._connections) <= 2)
         assert rpc.rpc_sync("worker1", add, (1, 1)) == 2

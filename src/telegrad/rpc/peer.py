@@ -5,9 +5,7 @@ reply itself; at the other end a thread of the lane's own runs the call. Nobody 
 besides those two. There are as many lanes as there ever were calls at a time, so a call that comes
 back around a circle of workers always finds a thread.
 
-A post travels on a lane too, and is acknowledged by a receipt that nobody waits for: it is read
-when the lane is next wanted. A lane without its receipt is not used: its thread is busy. One whose
-receipt does not come for a long time is closed.
+A post travels on a lane too, and is acknowledged by a receipt that nobody waits for.
 
 Requests on a lane are numbered, and so are their answers: an answer that comes twice, or to a
 request that came twice, is not taken for another's.
@@ -18,13 +16,11 @@ A peer that is lost comes back as soon as it can be connected to again, under th
 
 from __future__ import annotations
 
-import collections
 import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
 
 from telegrad.errors import AuthenticationError, ProtocolError, RpcTimeout, WorkerLost
 from telegrad.rpc.conversation import Interruption
@@ -42,6 +38,7 @@ from telegrad.rpc.liveness import (
 )
 from telegrad.rpc.multiplex import Multiplex
 from telegrad.rpc.outcome import describe_message
+from telegrad.rpc.receipts import Receipts
 from telegrad.rpc.worker_info import WorkerInfo
 from telegrad.transport.base import Connection, ConnectionClosed, TransportTimeout
 from telegrad.transport.handshake import Purpose
@@ -56,15 +53,6 @@ _POST_SECONDS = 60.0
 _MOST_POSTED = 32  # lanes with a receipt outstanding; beyond it posts share the multiplex
 _IDLE_SECONDS = 30.0  # after which a lane that nobody needed is closed
 _KEPT_LANES = 2
-_RECEIPT_SECONDS = 60.0  # without its receipt for so long, a lane is closed
-
-
-class _Posted(NamedTuple):
-    """A lane that carried a post and waits for its receipt."""
-
-    lane: Connection
-    number: int
-    at: float
 
 
 class Peer:
@@ -100,13 +88,9 @@ class Peer:
         self._is_closed = False
         self._used_lanes: set[Connection] = set()  # since they were last trimmed
         self._lanes_trimmed_at = time.monotonic()
-        self._posted: collections.deque[_Posted] = collections.deque()
-        self._late = LateReplies(
-            lambda lane: lane in self._connections,
-            self._discard,
-            partial(self._put_back, is_cold=True),
-            partial(on_late, self),
-        )
+        keepers = self._is_open, self._discard, partial(self._put_back, is_cold=True)
+        self._receipts = Receipts(*keepers)
+        self._late = LateReplies(*keepers, partial(on_late, self))
         self._numbers = itertools.count(1)
         self._connections: set[Connection] = set()  # every open one, so that a loss can end them
         self._connections_lock = threading.Lock()  # guards the set above and the two below
@@ -179,7 +163,7 @@ class Peer:
     ) -> None:
         """Sends a message that has no answer."""
         try:
-            if len(self._posted) >= _MOST_POSTED and not self._settle():
+            if len(self._receipts) >= _MOST_POSTED and not self._receipts.take_one():
                 self.multiplex().send(
                     kind, Flags.NO_ANSWER, 0, context_id, message_id, body, buffers
                 )
@@ -199,7 +183,7 @@ class Peer:
         except BaseException:
             self._discard(lane)
             raise
-        self._keep_waiting(_Posted(lane, number, time.monotonic()))
+        self._receipts.expect(lane, number)
 
     def converse(
         self,
@@ -269,7 +253,7 @@ class Peer:
             try:
                 lane = self._idle.pop()
             except IndexError:
-                if not self._settle():
+                if not self._receipts.take_one():
                     return None
                 continue
             if lane in self._connections:
@@ -295,47 +279,8 @@ class Peer:
         else:
             lane.close()
 
-    def _keep_waiting(self, posted: _Posted) -> None:
-        if posted.lane in self._connections:
-            self._posted.append(posted)
-        else:
-            posted.lane.close()
-
-    def _settle(self) -> bool:
-        """Moves one posted lane whose receipt has come to the idle ones."""
-        for _ in range(len(self._posted)):
-            try:
-                posted = self._posted.popleft()
-            except IndexError:
-                return False
-            if self._has_receipt(posted):
-                self._put_back(posted.lane, is_cold=True)
-                return True
-            self._keep_waiting(posted)
-        return False
-
-    def _has_receipt(self, posted: _Posted) -> bool:
-        lane = posted.lane
-        try:
-            return lane.poll() and lane.receive().call_id == posted.number
-        except (ConnectionClosed, TransportTimeout, ProtocolError):
-            self._discard(lane)
-            return False
-
-    def _settle_all(self, now: float) -> None:
-        """The same for all of them, and closes those that have waited too long: the message or
-        its receipt was lost, or its handler is stuck."""
-        for _ in range(len(self._posted)):
-            try:
-                posted = self._posted.popleft()
-            except IndexError:
-                return
-            if self._has_receipt(posted):
-                self._put_back(posted.lane, is_cold=True)
-            elif now - posted.at > _RECEIPT_SECONDS:
-                self._discard(posted.lane)
-            else:
-                self._keep_waiting(posted)
+    def _is_open(self, lane: Connection) -> bool:
+        return lane in self._connections
 
     def _open_lane(self, seconds: float | None) -> Connection:
         self.multiplex(seconds)  # it watches the lanes: without it nobody would hear of a loss
@@ -425,9 +370,7 @@ class Peer:
         idle = set()
         while self._idle:
             idle.add(self._idle.pop())
-        while self._posted:
-            idle.add(self._posted.popleft().lane)
-        idle |= self._late.give_up()
+        idle |= self._receipts.give_up() | self._late.give_up()
         for connection in connections:
             connection.interrupt()  # whoever waits on it wakes, and closes it
         for lane in idle:
@@ -481,7 +424,7 @@ class Peer:
 
     def trim(self, now: float) -> None:
         """Lets go of what has not been used for a while, and of what nobody waits for."""
-        self._settle_all(now)
+        self._receipts.look(now)
         self._late.look()
         self._trim_lanes(now)
         if self.memory is not None:
