@@ -20,6 +20,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from torch import is_grad_enabled
 from torch.futures import Future
 
 from telegrad.errors import RpcTimeout, TelegradError, WorkerLost
@@ -120,11 +121,11 @@ class Agent:
         peer = self.network.peer(to)
         head, encoded, context, message = self.pack_call(to, func, args, kwargs)
         seconds = self.rpc_timeout if timeout is None else timeout
-        flags = 0
+        flags = 0 if is_grad_enabled() else Flags.NO_GRAD
         for kind, take in self._riders:
             rider = take(to)
             if rider is not None:
-                flags = Flags.RIDER
+                flags |= Flags.RIDER
                 head = pack_rider(kind, self.codec.encode(rider, to).payload) + head
                 break  # there is room for one
         try:
@@ -156,7 +157,7 @@ class Agent:
         what: Callable[[], str] = partial(describe_call, func, ())
         if is_described_by_arguments(func):  # now: the call must not keep its arguments alive
             what = partial(str, describe_call(func, args))
-        call = AsyncCall(self, to, context, what)
+        call = AsyncCall(self, to, self._context_of_callbacks(context), what)
         self.take_back_if_unread(call.future, encoded)
         self.dispatch(
             call, Kind.CALL, context, message, (head, encoded.payload), encoded.buffers, timeout
@@ -201,9 +202,16 @@ class Agent:
         if recorder is None:
             return NO_CONTEXT, -1
         context = recorder.current_context()
-        if context == NO_CONTEXT:
+        if context == NO_CONTEXT or not is_grad_enabled():
             return NO_CONTEXT, -1
         return context, recorder.record_send(context, to, encoded.tensors)
+
+    def _context_of_callbacks(self, recorded: int) -> int:
+        """Though a call is not recorded, because gradients are off: what its callbacks do is."""
+        recorder = self.service.recorder
+        if recorded != NO_CONTEXT or is_grad_enabled() or recorder is None:
+            return recorded
+        return recorder.current_context()
 
     def dispatch(
         self,
@@ -217,11 +225,12 @@ class Agent:
     ) -> None:
         """Sends the request of an asynchronous call; `call` is settled by whatever ends it."""
         self._thread.has_called = True
+        flags = 0 if is_grad_enabled() else Flags.NO_GRAD
         seconds = self.rpc_timeout if timeout is None else timeout
         call.seconds = seconds
         call.deadline = time.monotonic() + seconds if seconds else math.inf
         if call.to == self.info.id:
-            self._dispatch_to_self(call, kind, context, message, body, buffers)
+            self._dispatch_to_self(call, kind, flags, context, message, body, buffers)
             return
         call_id = next(self._call_ids)
         try:
@@ -238,7 +247,7 @@ class Agent:
             call.settle_error(error)
             return
         try:
-            multiplex.send(kind, 0, call_id, context, message, body, buffers)
+            multiplex.send(kind, flags, call_id, context, message, body, buffers)
         except (ConnectionClosed, TransportTimeout) as error:
             peer.lose(str(error))
             if multiplex.forget(call_id):
@@ -252,12 +261,13 @@ class Agent:
         self,
         call: AsyncCall,
         kind: Kind,
+        flags: int,
         context: int,
         message: int,
         body: Sequence[bytes],
         buffers: Sequence[memoryview],
     ) -> None:
-        frame = _copied(kind, 0, 0, context, message, body, buffers)
+        frame = _copied(kind, flags, 0, context, message, body, buffers)
         outstanding = [call]  # emptied by whoever settles the call: the reply or the deadline
         timer: Timer | None = None
 
@@ -391,6 +401,7 @@ class Agent:
             encoded.buffers,
             seconds or None,
             what,
+            0 if is_grad_enabled() else Flags.NO_GRAD,
         )
         return self.result(to, frame)
 

@@ -61,6 +61,7 @@ def _invoke(
     if mode != "async":
         return _call(rref, mode, name, timeout, args, kwargs, type_future.wait())
     result: torch.futures.Future[Any] = torch.futures.Future()
+    has_gradients_on = torch.is_grad_enabled()  # here; not on the thread that will make the call
 
     def finish(future: torch.futures.Future[Any]) -> None:
         try:
@@ -70,7 +71,8 @@ def _invoke(
 
     def start(future: torch.futures.Future[Any]) -> None:
         try:
-            call = _call(rref, mode, name, timeout, args, kwargs, future.value())
+            with torch.set_grad_enabled(has_gradients_on):
+                call = _call(rref, mode, name, timeout, args, kwargs, future.value())
         except Exception as error:  # noqa: BLE001 whatever it is, it belongs to the caller
             fail(result, error)
         else:

@@ -242,7 +242,12 @@ class Service:
         if frame.flags & Flags.NO_ANSWER:
             return
         try:
-            encoded = self._codec.encode(value, source, root="result")
+            keeps_histories = not frame.flags & Flags.NO_GRAD
+            if torch.is_grad_enabled() is keeps_histories:
+                encoded = self._codec.encode(value, source, root="result")
+            else:
+                with torch.set_grad_enabled(keeps_histories):
+                    encoded = self._codec.encode(value, source, root="result")
             message = -1
             if frame.context_id != NO_CONTEXT and self.recorder is not None:
                 message = self.recorder.record_send(frame.context_id, source, encoded.tensors)

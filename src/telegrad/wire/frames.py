@@ -110,6 +110,8 @@ class Flags(IntEnum):
     """A post whose sender waits: what is posted back to it travels in the receipt."""
     RIDER = 4
     """The body begins with another message, a post, which is handled first."""
+    NO_GRAD = 8
+    """The caller has switched gradients off: what is computed for it comes without a history."""
 
 
 _RIDER_HEAD = struct.Struct("<BI")  # kind, length

@@ -41,6 +41,7 @@ from telegrad.wire.tensors import (
     Part,
     Sparse,
     Whole,
+    keeps_grad,
 )
 
 __all__ = ["Table", "pack"]
@@ -130,7 +131,7 @@ class _Packer:
 
             if kind == STRIDED:
                 original = self.originals.get(id(tensor), tensor) if self.originals else tensor
-                if original.requires_grad:
+                if keeps_grad(original):
                     flags |= GRAD
                     self.tensors.append(original)
                 if tensor.is_conj():
@@ -216,7 +217,7 @@ class _Packer:
         else:
             kind, code, parts = COMPRESSED, COMPRESSED_LAYOUTS.index(tensor.layout), 3
         original = self.originals.get(id(tensor), tensor)
-        if original.requires_grad:
+        if keeps_grad(original):
             flags |= GRAD
             self.tensors.append(original)
         ndim = tensor.dim()

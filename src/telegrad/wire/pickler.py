@@ -25,7 +25,7 @@ from torch import Tensor
 from telegrad.errors import SerializationError
 from telegrad.wire import revival
 from telegrad.wire.references import function_named, name_of
-from telegrad.wire.tensors import CODES, Entry, Part, Sparse, Whole, is_plain
+from telegrad.wire.tensors import CODES, Entry, Part, Sparse, Whole, is_plain, keeps_grad
 
 __all__ = ["Reducer", "ValuePickler"]
 
@@ -205,7 +205,7 @@ def _reduce_plain(pickler: ValuePickler, tensor: Tensor) -> Any:
             tuple(tensor.shape),
             tensor.stride(),
             tensor.dtype,
-            original.requires_grad,
+            keeps_grad(original),
         )
     if not tensor.is_cpu:
         raise SerializationError(
@@ -213,7 +213,7 @@ def _reduce_plain(pickler: ValuePickler, tensor: Tensor) -> Any:
             f"move it with .cpu() and back with .to(...) on the other worker"
         )
     if tensor.is_nested:
-        if original.requires_grad:
+        if keeps_grad(original):
             raise SerializationError("a nested tensor that requires grad cannot be sent: unbind it")
         return NotImplemented
     if tensor.is_quantized:

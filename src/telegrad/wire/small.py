@@ -21,7 +21,7 @@ from math import prod
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 
 from telegrad.errors import ProtocolError
 from telegrad.wire.tensors import ALIGNED, CODES, DTYPE_NAMES, DTYPES, INLINE_LIMIT
@@ -90,7 +90,7 @@ def pack_small(
         ndim = len(shape)
         if not address or ndim > 8 or tensor.is_neg() or tensor.is_conj():
             return None
-        if tensor.requires_grad:
+        if tensor.requires_grad and (tensor.is_leaf or is_grad_enabled()):  # `keeps_grad`
             grads.append(tensor)
             records.append(_RECORDS[ndim].pack(ndim, code, 1, *shape))
         else:

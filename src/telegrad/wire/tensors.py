@@ -76,6 +76,12 @@ COMPRESSED_LAYOUTS: Final = (
 )
 
 
+def keeps_grad(tensor: Tensor) -> bool:
+    """Whether a tensor requires grad where it arrives: if it does here, unless it was computed and
+    gradients are off, because then its history is not meant."""
+    return tensor.requires_grad and (tensor.is_leaf or torch.is_grad_enabled())
+
+
 def is_plain(tensor: Tensor) -> bool:
     """Whether a tensor is an entry of the table as it is."""
     return (
