@@ -2,13 +2,15 @@
 
 `telegrad.rpc` calls functions on other workers, `telegrad.autograd` runs one backward pass through
 all of them. This module only puts the two together: each worker that `init_rpc` starts gets an
-autograd engine, which records its calls. It also sees to it that both can be used in TorchScript.
+autograd engine, which records its calls. It also sees to it that both can be used in TorchScript,
+and in what `torch.compile` compiles.
 """
 
 from __future__ import annotations
 
 from telegrad import autograd, rpc
 from telegrad.autograd.attachment import attach
+from telegrad.compat.compiler import keep_out
 from telegrad.compat.torchscript.watch import watch
 from telegrad.errors import TelegradError
 
@@ -18,6 +20,7 @@ __version__ = "0.1.0"
 
 attach()
 watch()
+keep_out()
 
 
 def install() -> None:
