@@ -144,6 +144,18 @@ def slow_remote(dst: str, x: Tensor, seconds: float, timeout: float):
 
 
 @torch.jit.script
+def whole_seconds(dst: str, x: Tensor):
+    later = rpc.rpc_async(dst, add, (x, x), {}, 60)
+    kept = rpc.remote(dst, add, (x, x), {}, 60)
+    return rpc.rpc_sync(dst, add, (x, x), {}, 60) + later.wait() + kept.to_here()
+
+
+@torch.jit.script
+def seconds_in_words(dst: str, x: Tensor):
+    return rpc.rpc_sync(dst, add, (x, x), {}, "60")
+
+
+@torch.jit.script
 def future_of(dst: str, x: Tensor):
     return rpc.rpc_async(dst, add, (x, x))
 

@@ -58,6 +58,12 @@ def test_a_failure_there_is_raised_here(call):
         call("worker1", X)
 
 
+def test_a_timeout_may_be_an_int_and_nothing_but_a_number():
+    assert script.whole_seconds("worker1", X).tolist() == [6, 6]
+    with pytest.raises(RuntimeError, match="timeout must be a number of seconds"):
+        script.seconds_in_words("worker1", X)
+
+
 @pytest.mark.parametrize("call", [script.slow_async, script.slow_sync, script.slow_remote])
 def test_a_timeout_is_raised_and_names_the_worker(call):
     with pytest.raises(RuntimeError, match="timeout") as caught:

@@ -33,7 +33,8 @@ __all__ = ["BUILTINS", "MARK", "define"]
 MARK = "telegrad::destination"
 """Around the destination of a call, it says that the call is telegrad's."""
 
-_CALL = "(Any dst, str function, Any args, Any kwargs, float timeout)"
+# The timeout is of any type: the compiler does not look at it, and does not turn an int to a float.
+_CALL = "(Any dst, str function, Any args, Any kwargs, Any timeout)"
 
 BUILTINS: dict[str, Callable[..., Any]] = {
     "telegrad::dist_backward": autograd.backward,
@@ -105,7 +106,7 @@ def _callee(function: str, args: Any, kwargs: Any) -> _Callee:
     return callee
 
 
-def _rpc_async(dst: Any, function: str, args: Any, kwargs: Any, timeout: float) -> Any:
+def _rpc_async(dst: Any, function: str, args: Any, kwargs: Any, timeout: Any) -> Any:
     callee = _callee(function, args, kwargs)
     if _profiler_enabled():
         return _profiled(dst, callee, args, kwargs, timeout)
@@ -113,7 +114,7 @@ def _rpc_async(dst: Any, function: str, args: Any, kwargs: Any, timeout: float) 
     return callee.result.future_of_call(future)
 
 
-def _profiled(dst: Any, callee: _Callee, args: Any, kwargs: Any, timeout: float) -> Any:
+def _profiled(dst: Any, callee: _Callee, args: Any, kwargs: Any, timeout: Any) -> Any:
     """The call as an event that ends with it, under torch's name for it."""
     from telegrad.compat.rpc.internal import RPCExecMode, _build_rpc_profiling_key
     from telegrad.compat.rpc.profiling import call_within
@@ -130,7 +131,7 @@ def _name_of(dst: Any) -> str:
 
 
 @noted
-def _rpc_sync(dst: Any, function: str, args: Any, kwargs: Any, timeout: float) -> Any:
+def _rpc_sync(dst: Any, function: str, args: Any, kwargs: Any, timeout: Any) -> Any:
     callee = _callee(function, args, kwargs)
     if may_wait_here():
         return done(callee.result.box(rpc.rpc_sync(dst, callee.target, args, kwargs, timeout)))
@@ -138,7 +139,7 @@ def _rpc_sync(dst: Any, function: str, args: Any, kwargs: Any, timeout: float) -
     return boxed_result(callee.result, future)
 
 
-def _rpc_remote(dst: Any, function: str, args: Any, kwargs: Any, timeout: float) -> Any:
+def _rpc_remote(dst: Any, function: str, args: Any, kwargs: Any, timeout: Any) -> Any:
     callee = _callee(function, args, kwargs)
     rref = rpc.remote(dst, callee.target, args, kwargs, timeout)
     return references.returned(rref, callee.result)
