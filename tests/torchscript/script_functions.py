@@ -129,6 +129,31 @@ def fail_remote(dst: str, x: Tensor):
 
 
 @torch.jit.script
+def matrix_product(x: Tensor) -> Tensor:
+    return torch.mm(x, x)
+
+
+@torch.jit.script
+def product_async(dst: str, x: Tensor):
+    return rpc.rpc_async(dst, matrix_product, (x,)).wait()
+
+
+@torch.jit.script
+def product_sync(dst: str, x: Tensor):
+    return rpc.rpc_sync(dst, matrix_product, (x,))
+
+
+@torch.jit.script
+def product_remote(dst: str, x: Tensor):
+    return rpc.remote(dst, matrix_product, (x,)).to_here()
+
+
+@torch.jit.script
+def product_forked(dst: str, x: Tensor):
+    return torch.jit.fork(product_sync, dst, x).wait()
+
+
+@torch.jit.script
 def slow_async(dst: str, x: Tensor, seconds: float, timeout: float):
     return rpc.rpc_async(dst, slowly, (x, seconds), {}, timeout).wait()
 

@@ -18,6 +18,7 @@ from telegrad.compat.torchscript import references
 from telegrad.compat.torchscript.arguments import check_arguments
 from telegrad.compat.torchscript.interruptions import noted
 from telegrad.compat.torchscript.kinds import kind_named, kind_of
+from telegrad.compat.torchscript.remote_failures import telling_where
 from telegrad.compat.torchscript.scripted import function_named, target
 from telegrad.compat.torchscript.torch_jit import library as torch_library
 from telegrad.compat.torchscript.waiting import (
@@ -131,6 +132,7 @@ def _name_of(dst: Any) -> str:
 
 
 @noted
+@telling_where
 def _rpc_sync(dst: Any, function: str, args: Any, kwargs: Any, timeout: Any) -> Any:
     callee = _callee(function, args, kwargs)
     if may_wait_here():
@@ -156,6 +158,7 @@ def _typed_future(future: Any, type: str) -> Any:
 
 
 @noted
+@telling_where
 def _value(rref: Any, type: str, timeout: float, is_local: bool) -> Any:
     def make() -> Any:
         return references.value_in_box(rref.value, type, timeout, is_local)
