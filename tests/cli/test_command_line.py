@@ -114,3 +114,21 @@ def test_it_can_be_called_both_ways(where, command):
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "trained\n", "")
     ran = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=100)
     assert ran.stdout == f"telegrad {telegrad.__version__}\n"
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_standard_streams_may_be_closed(where, closed):
+    """What the workers say there goes nowhere, and disturbs nothing."""
+    (where / "train.py").write_text(
+        "import os, sys\n"
+        "print('trained', flush=True)\n"
+        "print('a warning', file=sys.stderr, flush=True)\n"
+        "open('trained' + os.environ['RANK'], 'w').close()\n"
+    )
+    command = f"exec '{sys.executable}' -m telegrad run -n 2 train.py {closed}"
+    ran = subprocess.run(
+        ["sh", "-c", command], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "Traceback" not in ran.stderr
+    assert {"trained0", "trained1"} <= set(os.listdir(where))

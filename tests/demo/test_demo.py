@@ -154,7 +154,13 @@ def test_a_directory_that_cannot_be_written_to_is_said_at_once(tmp_path, capsys)
     assert said.out == ""
 
 
-def test_settings_that_cannot_be_are_refused(capsys):
+@pytest.mark.parametrize(
+    ("setting", "text"),
+    [("--steps", "0"), ("--steps", "many"), ("--steps", "1.5"), ("--timed-steps", "-1")],
+)
+def test_settings_that_cannot_be_are_refused(capsys, setting, text):
     with pytest.raises(SystemExit):
-        demo.main(["--steps", "0"])
-    assert "must be positive" in capsys.readouterr().err
+        demo.main([setting, text])
+    said = capsys.readouterr().err
+    assert f"{setting}: must be a whole number from " in said
+    assert f"got '{text}'" in said

@@ -245,6 +245,44 @@ def test_ctrl_c_during_a_call_leaves_the_worker_usable(to):
         assert [rpc.rpc_sync(to, add, (i, 1)) for i in range(5)] == [1, 2, 3, 4, 5]
 
 
+def test_ctrl_c_ends_a_graceful_shutdown_that_waits_for_others():
+    main = threading.get_ident()
+    ended_otherwise = threading.Event()
+    with cluster(2, graceful=False, heartbeat_timeout=1000) as group:
+        group.pause("worker1")  # it lives, and comes to no meeting
+
+        def end_it_otherwise():
+            ended_otherwise.set()
+            group.kill("worker1")
+
+        timers = [
+            threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGINT)),
+            threading.Timer(SOON, end_it_otherwise),
+        ]
+        for timer in timers:
+            timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            rpc.shutdown()
+        timers[1].cancel()
+        assert not ended_otherwise.is_set()
+        assert not rpc.is_initialized()
+        group.kill("worker1")
+        for timer in timers:
+            timer.join()
+
+
+def test_ctrl_c_ends_the_wait_for_a_value_whose_method_is_called():
+    with cluster(2):
+        rref = rpc.remote("worker1", sleep, (2.0,))
+        main = threading.get_ident()
+        timer = threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            rref.rpc_sync().__bool__()
+        assert not rref._get_type(blocking=False).done()
+        timer.join()
+
+
 def test_a_missing_worker_is_named_when_the_group_does_not_come_together(tmp_path):
     options = rpc.RpcOptions(init_method=f"file://{tmp_path}/store", rpc_timeout=0.5)
     with pytest.raises(TelegradError, match="worker 1 of 2 did not come"):

@@ -129,6 +129,31 @@ def fail_remote(dst: str, x: Tensor):
 
 
 @torch.jit.script
+def matrix_product(x: Tensor) -> Tensor:
+    return torch.mm(x, x)
+
+
+@torch.jit.script
+def product_async(dst: str, x: Tensor):
+    return rpc.rpc_async(dst, matrix_product, (x,)).wait()
+
+
+@torch.jit.script
+def product_sync(dst: str, x: Tensor):
+    return rpc.rpc_sync(dst, matrix_product, (x,))
+
+
+@torch.jit.script
+def product_remote(dst: str, x: Tensor):
+    return rpc.remote(dst, matrix_product, (x,)).to_here()
+
+
+@torch.jit.script
+def product_forked(dst: str, x: Tensor):
+    return torch.jit.fork(product_sync, dst, x).wait()
+
+
+@torch.jit.script
 def slow_async(dst: str, x: Tensor, seconds: float, timeout: float):
     return rpc.rpc_async(dst, slowly, (x, seconds), {}, timeout).wait()
 
@@ -141,6 +166,18 @@ def slow_sync(dst: str, x: Tensor, seconds: float, timeout: float):
 @torch.jit.script
 def slow_remote(dst: str, x: Tensor, seconds: float, timeout: float):
     return rpc.remote(dst, slowly, (x, seconds)).to_here(timeout)
+
+
+@torch.jit.script
+def whole_seconds(dst: str, x: Tensor):
+    later = rpc.rpc_async(dst, add, (x, x), {}, 60)
+    kept = rpc.remote(dst, add, (x, x), {}, 60)
+    return rpc.rpc_sync(dst, add, (x, x), {}, 60) + later.wait() + kept.to_here()
+
+
+@torch.jit.script
+def seconds_in_words(dst: str, x: Tensor):
+    return rpc.rpc_sync(dst, add, (x, x), {}, "60")
 
 
 @torch.jit.script

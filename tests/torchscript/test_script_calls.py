@@ -58,6 +58,24 @@ def test_a_failure_there_is_raised_here(call):
         call("worker1", X)
 
 
+@pytest.mark.parametrize(
+    "call",
+    [script.product_async, script.product_sync, script.product_remote, script.product_forked],
+)
+def test_a_failure_of_an_operator_there_names_the_worker_and_the_function(call):
+    """What is raised there is a RuntimeError, as it can be rebuilt here; scripts keep its text."""
+    with pytest.raises(RuntimeError, match="self must be a matrix") as caught:
+        call("worker1", X)
+    assert "on worker 'worker1'" in str(caught.value)
+    assert "return torch.mm(x, x)" in str(caught.value)
+
+
+def test_a_timeout_may_be_an_int_and_nothing_but_a_number():
+    assert script.whole_seconds("worker1", X).tolist() == [6, 6]
+    with pytest.raises(RuntimeError, match="timeout must be a number of seconds"):
+        script.seconds_in_words("worker1", X)
+
+
 @pytest.mark.parametrize("call", [script.slow_async, script.slow_sync, script.slow_remote])
 def test_a_timeout_is_raised_and_names_the_worker(call):
     with pytest.raises(RuntimeError, match="timeout") as caught:

@@ -190,6 +190,26 @@ def test_what_cannot_be_sent_is_named_by_its_path(path: str) -> None:
     assert caught.value.__cause__ is not None
 
 
+class CannotBeSaved(torch.nn.Module):
+    def forward(self) -> int:
+        return 1
+
+    @torch.jit.export
+    def __getstate__(self) -> int:
+        assert self.forward() > 1, "not to be saved"
+        return 1
+
+    @torch.jit.export
+    def __setstate__(self, state: int) -> None:
+        self.training = state == 1
+
+
+def test_a_script_module_that_cannot_be_saved_says_why_itself() -> None:
+    with pytest.raises(SerializationError, match="not to be saved") as caught:
+        codec.encode([torch.jit.script(CannotBeSaved())])
+    assert caught.value.path == "value[0]"
+
+
 def test_the_root_has_a_name_too() -> None:
     with pytest.raises(SerializationError, match=r"^result\[1\] .*lock") as caught:
         codec.encode([1, threading.Lock()], root="result")

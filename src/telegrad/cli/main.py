@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import telegrad
 from telegrad.cli import bench, demo, doctor, run
 from telegrad.cli.command import MISUSED
+from telegrad.cli.streams import open_closed_streams
 from telegrad.errors import TelegradError
 
 __all__ = ["main"]
@@ -26,6 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: what follows the program's name; by default that of this process.
     """
+    open_closed_streams()
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given:
         print(_help(), file=sys.stderr)

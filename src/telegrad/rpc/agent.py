@@ -13,7 +13,6 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -39,6 +38,7 @@ from telegrad.rpc.peer import Peer
 from telegrad.rpc.rendezvous import Directory
 from telegrad.rpc.seams import NO_CONTEXT, Handler, Rescue, Timer
 from telegrad.rpc.service import Service
+from telegrad.rpc.waiting import wait_for
 from telegrad.rpc.worker_info import WorkerInfo
 from telegrad.transport.base import ConnectionClosed, TransportTimeout
 from telegrad.wire.codec import Codec, Encoded
@@ -116,7 +116,7 @@ class Agent:
     ) -> Any:
         """Runs `func` on worker `to` and returns its result; what it raises is raised here."""
         if to == self.info.id:
-            return _wait(self.call_async(to, func, args, kwargs, timeout))
+            return wait_for(self.call_async(to, func, args, kwargs, timeout))
         self._thread.has_called = True
         peer = self.network.peer(to)
         head, encoded, context, message = self.pack_call(to, func, args, kwargs)
@@ -440,14 +440,6 @@ class Agent:
 
     def pending_calls(self) -> int:
         return sum(peer.pending_count for peer in self.network.peers())
-
-
-def _wait(future: Future[Any]) -> Any:
-    """Waits in Python, where Ctrl-C is heeded; torch's futures wait in C++. Ends as they do."""
-    done = threading.Event()
-    future.add_done_callback(lambda _: done.set())
-    done.wait()
-    return future.value()
 
 
 def _copied(

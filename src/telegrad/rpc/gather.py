@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from telegrad.errors import WorkerLost
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.network import Send
+from telegrad.rpc.waiting import wait_for
 from telegrad.wire.frames import Frame, Kind
 
 __all__ = ["Gatherings"]
@@ -80,9 +81,8 @@ class Gatherings:
         for leader in participants:
             message = (key, forgive_losses, value)
             try:
-                found: dict[int, Any] = self._agent.request(
-                    leader, Kind.GATHER, message, timeout=timeout
-                ).wait()
+                answer = self._agent.request(leader, Kind.GATHER, message, timeout=timeout)
+                found: dict[int, Any] = wait_for(answer)
                 return found
             except WorkerLost as error:
                 name = self._agent.network.name_of(leader)

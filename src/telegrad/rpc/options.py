@@ -54,7 +54,7 @@ class TlsOptions:
     Args:
         certificate: file with this worker's certificate chain (PEM). Workers are reached by
             address, so it must name the address (`subjectAltName`) unless `check_hostname` is off.
-        key: file with its private key.
+        key: file with its private key, not encrypted: nobody is asked for a passphrase.
         authority: file with the certificate of the authority that signs all workers'.
         check_hostname: whether a worker's certificate must name the address it was reached at.
     """
@@ -77,9 +77,41 @@ class TlsOptions:
         return context
 
     def _load(self, context: ssl.SSLContext) -> None:
+        """
+        Raises:
+            OSError: a file cannot be read.
+            ValueError: it does not hold what it should.
+        """
         context.minimum_version = ssl.TLSVersion.TLSv1_2
-        context.load_cert_chain(self.certificate, self.key)
-        context.load_verify_locations(self.authority)
+        for name in ("certificate", "key", "authority"):
+            _check_readable(name, getattr(self, name))
+        try:
+            context.load_cert_chain(self.certificate, self.key, self._refuse_passphrase)
+        except ssl.SSLError as error:
+            raise ValueError(
+                f"TLS: {self.certificate!r} and {self.key!r} are no certificate and its key, both "
+                f"as PEM: {error}"
+            ) from None
+        try:
+            context.load_verify_locations(self.authority)
+        except ssl.SSLError as error:
+            raise ValueError(
+                f"TLS: {self.authority!r} is no authority's certificate as PEM: {error}"
+            ) from None
+
+    def _refuse_passphrase(self) -> str:
+        # OpenSSL would ask at the terminal, and wait there.
+        raise ValueError(f"TLS: the key {self.key!r} is encrypted; telegrad asks for no passphrase")
+
+
+def _check_readable(name: str, path: str) -> None:
+    """The `ssl` module does not say which of its files it could not read."""
+    try:
+        with open(path, "rb"):
+            pass
+    except OSError as error:
+        text = f"TLS: the {name} cannot be read: {error.strerror}"
+        raise type(error)(error.errno, text, path) from None
 
 
 @dataclass(kw_only=True)
@@ -140,6 +172,8 @@ class RpcOptions:
             raise ValueError(
                 f"transport must be 'auto', 'unix', 'tcp' or 'inproc', got {self.transport!r}"
             )
+        if not isinstance(self.tls, TlsOptions | None):
+            raise TypeError(f"tls must be a TlsOptions, got {self.tls!r}")
         if not 0 < self.heartbeat_interval < self.heartbeat_timeout:
             raise ValueError(
                 "heartbeat_interval must be positive and below heartbeat_timeout, got "

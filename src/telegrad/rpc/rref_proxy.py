@@ -24,6 +24,7 @@ from telegrad.rpc.kept_errors import fail
 from telegrad.rpc.options import UNSET_RPC_TIMEOUT, checked_timeout
 from telegrad.rpc.outcome import described_by_arguments
 from telegrad.rpc.rref_lookup import current_table
+from telegrad.rpc.waiting import wait_for
 
 if TYPE_CHECKING:
     from telegrad.rpc.rref import RRef
@@ -59,7 +60,7 @@ def _invoke(
         return _call(rref, mode, name, timeout, args, kwargs, type_future.value())
     rref._table.refuse_if_forked()
     if mode != "async":
-        return _call(rref, mode, name, timeout, args, kwargs, type_future.wait())
+        return _call(rref, mode, name, timeout, args, kwargs, wait_for(type_future))
     result: torch.futures.Future[Any] = torch.futures.Future()
     has_gradients_on = torch.is_grad_enabled()  # here; not on the thread that will make the call
 

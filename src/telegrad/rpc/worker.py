@@ -26,6 +26,7 @@ from telegrad.rpc.gather import Gatherings
 from telegrad.rpc.options import RpcOptions
 from telegrad.rpc.remote import RemoteReferences
 from telegrad.rpc.rendezvous import Directory, Record, host_identity, meet
+from telegrad.rpc.waiting import wait_for
 from telegrad.rpc.worker_info import WorkerInfo
 from telegrad.threads import heed_num_threads
 from telegrad.wire.frames import Kind
@@ -123,7 +124,7 @@ class Worker:
         ]
         for answer in told:
             try:
-                answer.wait()
+                wait_for(answer)
             except (RpcTimeout, WorkerLost) as error:
                 _log.info("%s could not be told of this worker: %s", self.info.name, error)
 
@@ -224,7 +225,7 @@ class Worker:
             if member.id != self.info.id:
                 answer = self.agent.request(member.id, Kind.MEMBERS, None, timeout=_left(deadline))
                 try:
-                    answer.wait()
+                    wait_for(answer)
                 except WorkerLost:
                     continue  # it has left before us
 

@@ -14,6 +14,8 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
+
 __all__ = ["describe_type", "locate", "missing_global"]
 
 _DEPTH = 64
@@ -82,8 +84,8 @@ def _children(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, types.FunctionType):
         yield from _captured(path, value)
         return
-    elif isinstance(value, type):
-        return
+    elif isinstance(value, type | torch.jit.ScriptModule):
+        return  # a class goes by its name, a script module is saved as a whole
     if isinstance(value, BaseException):
         for index, item in enumerate(value.args):
             yield f"{path}.args[{index}]", item

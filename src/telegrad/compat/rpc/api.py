@@ -50,6 +50,7 @@ from telegrad.rpc.api import _set_rpc_timeout, get_rpc_timeout
 from telegrad.rpc.rref import RRef
 from telegrad.rpc.rref_proxy import _rref_typeof_on_owner
 from telegrad.rpc.rref_texts import leak_error
+from telegrad.rpc.waiting import wait_for
 from telegrad.rpc.worker_info import WorkerInfo
 
 __all__ = [
@@ -134,7 +135,7 @@ def rpc_sync(
 ) -> Any:
     """Runs `func` on worker `to` and returns its result: see `telegrad.rpc.rpc_sync`."""
     if profiling.is_wanted():
-        return profiling.call(RPCExecMode.SYNC, to, func, args, kwargs, timeout).wait()
+        return wait_for(profiling.call(RPCExecMode.SYNC, to, func, args, kwargs, timeout))
     if _default_pickler is not _internal_rpc_pickler:
         func, args, kwargs = _packed(func, args, kwargs)
     try:

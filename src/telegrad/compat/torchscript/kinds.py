@@ -17,6 +17,7 @@ from typing import Any
 
 from telegrad.compat.torchscript import at_exit
 from telegrad.compat.torchscript.generated import Exactly, compiled, generating, module_of
+from telegrad.compat.torchscript.remote_failures import with_place
 from telegrad.compat.torchscript.torch_jit import core
 from telegrad.rpc.kept_errors import again
 
@@ -117,7 +118,7 @@ class Kind:
 def unpack(value: Any) -> Any:
     """What a future that was completed from Python holds: the value, or the failure."""
     if isinstance(value, BaseException):
-        raise again(value)
+        raise again(with_place(value))
     return value
 
 

@@ -18,6 +18,7 @@ from telegrad.compat.torchscript import references
 from telegrad.compat.torchscript.arguments import check_arguments
 from telegrad.compat.torchscript.interruptions import noted
 from telegrad.compat.torchscript.kinds import kind_named, kind_of
+from telegrad.compat.torchscript.remote_failures import telling_where
 from telegrad.compat.torchscript.scripted import function_named, target
 from telegrad.compat.torchscript.torch_jit import library as torch_library
 from telegrad.compat.torchscript.waiting import (
@@ -33,7 +34,8 @@ __all__ = ["BUILTINS", "MARK", "define"]
 MARK = "telegrad::destination"
 """Around the destination of a call, it says that the call is telegrad's."""
 
-_CALL = "(Any dst, str function, Any args, Any kwargs, float timeout)"
+# The timeout is of any type: the compiler does not look at it, and does not turn an int to a float.
+_CALL = "(Any dst, str function, Any args, Any kwargs, Any timeout)"
 
 BUILTINS: dict[str, Callable[..., Any]] = {
     "telegrad::dist_backward": autograd.backward,
@@ -105,7 +107,7 @@ def _callee(function: str, args: Any, kwargs: Any) -> _Callee:
     return callee
 
 
-def _rpc_async(dst: Any, function: str, args: Any, kwargs: Any, timeout: float) -> Any:
+def _rpc_async(dst: Any, function: str, args: Any, kwargs: Any, timeout: Any) -> Any:
     callee = _callee(function, args, kwargs)
     if _profiler_enabled():
         return _profiled(dst, callee, args, kwargs, timeout)
@@ -113,7 +115,7 @@ def _rpc_async(dst: Any, function: str, args: Any, kwargs: Any, timeout: float) 
     return callee.result.future_of_call(future)
 
 
-def _profiled(dst: Any, callee: _Callee, args: Any, kwargs: Any, timeout: float) -> Any:
+def _profiled(dst: Any, callee: _Callee, args: Any, kwargs: Any, timeout: Any) -> Any:
     """The call as an event that ends with it, under torch's name for it."""
     from telegrad.compat.rpc.internal import RPCExecMode, _build_rpc_profiling_key
     from telegrad.compat.rpc.profiling import call_within
@@ -130,7 +132,8 @@ def _name_of(dst: Any) -> str:
 
 
 @noted
-def _rpc_sync(dst: Any, function: str, args: Any, kwargs: Any, timeout: float) -> Any:
+@telling_where
+def _rpc_sync(dst: Any, function: str, args: Any, kwargs: Any, timeout: Any) -> Any:
     callee = _callee(function, args, kwargs)
     if may_wait_here():
         return done(callee.result.box(rpc.rpc_sync(dst, callee.target, args, kwargs, timeout)))
@@ -138,7 +141,7 @@ def _rpc_sync(dst: Any, function: str, args: Any, kwargs: Any, timeout: float) -
     return boxed_result(callee.result, future)
 
 
-def _rpc_remote(dst: Any, function: str, args: Any, kwargs: Any, timeout: float) -> Any:
+def _rpc_remote(dst: Any, function: str, args: Any, kwargs: Any, timeout: Any) -> Any:
     callee = _callee(function, args, kwargs)
     rref = rpc.remote(dst, callee.target, args, kwargs, timeout)
     return references.returned(rref, callee.result)
@@ -155,6 +158,7 @@ def _typed_future(future: Any, type: str) -> Any:
 
 
 @noted
+@telling_where
 def _value(rref: Any, type: str, timeout: float, is_local: bool) -> Any:
     def make() -> Any:
         return references.value_in_box(rref.value, type, timeout, is_local)
