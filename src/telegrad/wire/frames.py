@@ -41,7 +41,7 @@ __all__ = [
     "unpack_header",
 ]
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 MAGIC = 0x4754  # "TG", read as little-endian
 
 HEADER = struct.Struct("<HBBIqqqI")
@@ -81,6 +81,7 @@ class Kind(IntEnum):
     CONTEXT_RELEASE = 46
     CONTEXT_RELEASED = 47
     PASS_END = 48
+    CONTEXT_HELD = 49
     # Membership
     GATHER = 60
     MEMBERS = 61
