@@ -107,15 +107,14 @@ class ContextLifetimes:
     def released(self, context_id: int, *, told_by: int | None = None) -> list[Effect]:
         """The context was left here, or another worker says that it was released."""
         effects: list[Effect] = []
-        if context_id in self._contacts:
-            contacts = self._contacts.pop(context_id)
-            contacts.discard(self._worker)
-            self._cut_off.discard(context_id)
-            if told_by is not None:
-                contacts.discard(told_by)
+        contacts = self._contacts.get(context_id)
+        if contacts is not None:
             effects.append(Free(context_id))
+            contacts -= {self._worker, told_by}
             if contacts:
                 effects += self._tell(contacts, context_id)
+            self._cut_off.discard(context_id)
+            del self._contacts[context_id]  # last: Ctrl-C may come before
         self._released[context_id] = None
         while len(self._released) > REMEMBERED:
             self._released.popitem(last=False)

@@ -102,10 +102,10 @@ class ContextRegistry:
         if current != NO_CONTEXT:
             raise ContextError(f"Already have an autograd context id for this thread: {current}")
         context = DistAutogradContext(self._context_ids.next())
+        set_thread_context(context.id)  # first: what Ctrl-C leaves behind can be found by it
         with self._lifetimes_lock:
             self._lifetimes.began(context.id)
             self._contexts[context.id] = context
-        set_thread_context(context.id)
         return context
 
     def retrieve(self, context_id: int) -> DistAutogradContext:
@@ -140,6 +140,15 @@ class ContextRegistry:
         if thread_context() == context_id:
             set_thread_context(NO_CONTEXT)
         self.retrieve(context_id)
+        try:
+            self._release(context_id)
+        except BaseException:  # Ctrl-C, say
+            self._release(context_id)
+            self._free(context_id)
+            self._plan_retry()  # it tells those who have not been told
+            raise
+
+    def _release(self, context_id: int) -> None:
         with self._lifetimes_lock:
             effects = self._lifetimes.released(context_id)
         self._carry_out(effects)
@@ -258,9 +267,7 @@ class ContextRegistry:
     def _carry_out(self, effects: Sequence[Effect]) -> None:
         for effect in effects:
             if isinstance(effect, Free):
-                context = self._contexts.pop(effect.context_id, None)
-                if context is not None:
-                    self._on_freed(context)
+                self._free(effect.context_id)
             elif isinstance(effect, TellReleased):
                 self._releases.add(effect.worker, effect.context_id)
                 self._plan_retry()
@@ -269,6 +276,11 @@ class ContextRegistry:
                 self._plan_retry()
             elif isinstance(effect, Acknowledge):
                 self._acknowledgements.add(effect.worker, effect.context_id)
+
+    def _free(self, context_id: int) -> None:
+        context = self._contexts.pop(context_id, None)
+        if context is not None:
+            self._on_freed(context)
 
     def send_gathered(self) -> None:
         """Sends what is gathered without waiting for its time."""
