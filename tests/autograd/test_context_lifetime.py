@@ -11,6 +11,7 @@ from telegrad.autograd.context_lifetime import (
     Acknowledge,
     ContextLifetimes,
     Free,
+    TellHeld,
     TellReleased,
 )
 from telegrad.ids import COUNTER_BITS
@@ -27,8 +28,8 @@ class Net:
 
     def act(self, worker, effects):
         for effect in effects:
-            if isinstance(effect, (TellReleased, Acknowledge)):
-                what = (worker, effect.worker, isinstance(effect, TellReleased))
+            if not isinstance(effect, Free):
+                what = (worker, effect.worker, type(effect))
                 if self.rnd.random() >= self.loss:
                     self.flying.append(what)
                 if self.rnd.random() < self.duplicates:
@@ -40,14 +41,18 @@ class Net:
         self.flying.append((source, to, None))
 
     def deliver(self):
-        source, to, is_release = self.flying.pop(self.rnd.randrange(len(self.flying)))
+        source, to, kind = self.flying.pop(self.rnd.randrange(len(self.flying)))
         if to in self.dead:
+            if kind is TellReleased:  # a post to a lost worker fails
+                self.machines[source].acknowledged(ID, to)
             return
         machine = self.machines[to]
-        if is_release is None:
+        if kind is None:
             self.act(to, machine.met(ID, source))
-        elif is_release:
+        elif kind is TellReleased:
             self.act(to, machine.released(ID, told_by=source))
+        elif kind is TellHeld:
+            self.act(to, machine.held(ID, source))
         else:
             machine.acknowledged(ID, source)
 
@@ -94,6 +99,44 @@ def test_the_creators_crash_frees_what_it_made(seed):
     net.crash(0)
     net.settle()
     assert not any(machine.is_alive(ID) for machine in net.machines[1:])
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_a_release_reaches_everyone_past_workers_that_crash(seed):
+    """Also where the only way led through them, and if they spoke before they did."""
+    rnd = random.Random(seed)
+    net = Net(6, rnd, loss=rnd.choice((0, 0.3)), duplicates=0.2)
+    releases_at, crashes_at = rnd.randrange(4, 12), rnd.sample(range(2, 12), 2)
+    for step in range(12):
+        if step == releases_at:
+            net.act(0, net.machines[0].released(ID))
+        if step in crashes_at:
+            net.crash(rnd.choice([w for w in range(1, 6) if w not in net.dead]))
+        holders = [w for w, m in enumerate(net.machines) if m.is_alive(ID) and w not in net.dead]
+        if holders:
+            net.speak(rnd.choice(holders), rnd.randrange(6))
+        if rnd.random() < 0.6 and net.flying:
+            net.deliver()
+    net.act(0, net.machines[0].released(ID))
+    net.settle()
+    assert [w for w, m in enumerate(net.machines) if m.is_alive(ID) and w not in net.dead] == []
+
+
+def test_a_holder_that_lost_its_way_to_the_maker_is_its_contact_again():
+    maker, holder = ContextLifetimes(0), ContextLifetimes(2)
+    maker.began(ID)
+    holder.met(ID, 1)
+    assert holder.lost(1) == [TellHeld(0, ID)]
+    assert holder.retry() == [TellHeld(0, ID)]
+    assert maker.held(ID, 2) == [TellHeld(2, ID)]
+    assert holder.held(ID, 0) == []
+    assert holder.retry() == []
+    assert not holder.has_unacknowledged
+    assert maker.released(ID) == [Free(ID), TellReleased(2, ID)]
+
+
+def test_a_maker_that_has_forgotten_a_context_has_released_it():
+    assert ContextLifetimes(0).held(ID, 2) == [TellReleased(2, ID)]
 
 
 def test_a_release_is_carried_out_once_and_acknowledged_each_time():

@@ -84,6 +84,28 @@ def test_a_call_to_oneself_passes_gradients_on(way):
     )
 
 
+@pytest.mark.parametrize("is_first_in_a_context", [False, True])
+def test_a_method_of_a_value_that_is_still_made_is_called_in_the_context_of_its_call(
+    is_first_in_a_context,
+):
+    """What was called before it, and waits for the same value, was called in another or none."""
+    x = leaf("x")
+    rpc.rpc_sync("worker1", programs.set_fault, ("block",))
+    late = rpc.remote("worker1", programs.LateCaller)
+    if is_first_in_a_context:
+        with dist_autograd.context():
+            first = late.rpc_async().run(programs.layer, "worker1", x)
+    else:
+        first = late.rpc_async().run(programs.layer, "worker1", x)
+    with dist_autograd.context() as context_id:
+        second = late.rpc_async().run(programs.layer, "worker1", x)
+        rpc.rpc_sync("worker1", programs.set_fault)
+        dist_autograd.backward(context_id, [second.wait().sum()])
+        got = programs.gradients_everywhere(context_id, WORKERS)
+    assert first.wait().grad_fn is None  # its context had ended, or it had none
+    compare(got, wanted(lambda call: [programs.layer("worker1", x).sum()]))
+
+
 @pytest.mark.parametrize("way", DISTRIBUTED)
 @pytest.mark.parametrize(
     "route",

@@ -214,6 +214,22 @@ class TestAKilledWorker:
             group.kill("worker1")
             wait_until_clean(["worker0", "worker2"])
 
+    @pytest.mark.parametrize("is_left_before", [False, True])
+    def test_between_two_others_leaves_the_context_to_neither(self, is_left_before):
+        """worker2 knows of the context by the dead one alone, which told nobody of worker2."""
+        with cluster(3) as group:
+            with dist_autograd.context() as context_id:
+                loss = rpc.rpc_sync("worker1", gated, ("worker2",))
+                if not is_left_before:
+                    group.kill("worker1")
+                    with pytest.raises(WorkerLost, match="Error on Node 1"):
+                        dist_autograd.backward(context_id, [loss])
+                else:
+                    group.pause("worker1")  # it will not hear of the release
+            if is_left_before:
+                group.kill("worker1")
+            wait_until_clean(["worker0", "worker2"])
+
     def test_in_its_own_pass_leaves_the_pass_to_nobody(self):
         with cluster(3) as group:
             rpc.rpc_sync("worker2", programs.set_fault, ("block",))

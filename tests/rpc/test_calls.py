@@ -232,6 +232,26 @@ def test_sys_exit_in_a_function_ends_its_call_only():
     assert rpc.rpc_sync("worker1", whoami) == "worker1"
 
 
+class Unpackable:
+    def __reduce__(self):
+        raise SystemExit(3)
+
+
+@rpc.functions.async_execution
+def unpackable_future():
+    future = torch.futures.Future()
+    future.set_result(Unpackable())
+    return future
+
+
+@pytest.mark.parametrize("func", [Unpackable, unpackable_future])
+def test_sys_exit_while_a_result_is_packed_ends_its_call_only(func):
+    for call in (rpc.rpc_sync, lambda to, func: rpc.rpc_async(to, func).wait()):
+        with pytest.raises(TelegradError, match="SystemExit"):
+            call("worker1", func)
+    # that it counts as ended is seen when the group ends gracefully
+
+
 def test_async_execution_must_return_a_future():
     with pytest.raises(RuntimeError, match=r"must return a torch\.futures\.Future"):
         rpc.rpc_sync("worker1", no_future)

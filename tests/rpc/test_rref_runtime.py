@@ -55,6 +55,7 @@ class Cluster:
                 owner, lambda: self.tables[owner].entry(rref).value_to_send()
             ),
             call=lambda *call: self.call(worker, *call),
+            bound_here=lambda work: work,
             worker_info=lambda n: Info(n, f"worker{n}"),
             timing=TIMING,
             clock=self.network.clock,

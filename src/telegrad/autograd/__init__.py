@@ -14,6 +14,7 @@ The functions here act on the engine of the agent that this thread acts for.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
@@ -21,7 +22,7 @@ import torch
 
 from telegrad.autograd.context import DistAutogradContext, set_thread_context, thread_context
 from telegrad.autograd.engine import AutogradEngine
-from telegrad.errors import NotInitialized
+from telegrad.errors import ContextError, NotInitialized, TelegradError
 from telegrad.rpc.seams import NO_CONTEXT
 
 __all__ = [
@@ -125,8 +126,16 @@ class context:
     """
 
     def __enter__(self) -> int:
-        self.autograd_context = _engine().new()
-        return self.autograd_context.id
+        engine = _engine()
+        before = thread_context()
+        try:
+            self.autograd_context = engine.new()
+            return self.autograd_context.id
+        except BaseException:  # Ctrl-C, say, once it is there: no block will end it
+            if thread_context() != before:
+                with contextlib.suppress(ContextError):
+                    engine.release(thread_context())
+            raise
 
     def __exit__(
         self,
@@ -134,6 +143,16 @@ class context:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        try:
+            self._leave()
+        except TelegradError:
+            raise
+        except BaseException:  # Ctrl-C: this thread must not stay in it
+            with contextlib.suppress(ContextError):
+                self._leave()
+            raise
+
+    def _leave(self) -> None:
         try:
             engine = _engine()
         except NotInitialized:  # shut down inside of the block, or forked: the context is gone

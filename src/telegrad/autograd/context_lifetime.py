@@ -6,6 +6,10 @@ context releases it here and tells the contacts, which do the same with theirs, 
 reaches every worker on which the context lives. A release is acknowledged and, until it is, sent
 again; a lost worker needs none. The death of the worker that made a context releases it too.
 
+A lost worker may have been the only way between two others. So whoever had it as a contact tells
+the worker that made the context that it *holds* it, until that one is a contact too or has answered
+with the release.
+
 A message of a context may arrive after its release did. A worker therefore remembers what it
 released (the last `REMEMBERED` of them): such a message does not bring the context back to life,
 and whoever sent it is told of the release, in case nobody else did. The same holds for a contact
@@ -23,7 +27,7 @@ from typing import TypeAlias
 
 from telegrad.ids import worker_of
 
-__all__ = ["Acknowledge", "ContextLifetimes", "Effect", "Free", "TellReleased"]
+__all__ = ["Acknowledge", "ContextLifetimes", "Effect", "Free", "TellHeld", "TellReleased"]
 
 REMEMBERED = 16_384
 
@@ -44,6 +48,14 @@ class TellReleased:
 
 
 @dataclass(slots=True)
+class TellHeld:
+    """Tell a worker that the context lives here, lest its release pass this worker by."""
+
+    worker: int
+    context_id: int
+
+
+@dataclass(slots=True)
 class Acknowledge:
     """Tell a worker that its release has been carried out."""
 
@@ -51,7 +63,7 @@ class Acknowledge:
     context_id: int
 
 
-Effect: TypeAlias = Free | TellReleased | Acknowledge
+Effect: TypeAlias = Free | TellReleased | TellHeld | Acknowledge
 
 
 class ContextLifetimes:
@@ -63,6 +75,10 @@ class ContextLifetimes:
         self._released: OrderedDict[int, None] = OrderedDict()
         self._unacknowledged: dict[tuple[int, int], bool] = {}
         """(worker, context) → whether a retry is due the next time."""
+        self._cut_off: set[int] = set()
+        """Contexts that their maker may not know to be here."""
+        self._lost: set[int] = set()
+        """Workers that were lost once: a message that they had sent may be read afterwards."""
 
     def is_alive(self, context_id: int) -> bool:
         return context_id in self._contacts
@@ -75,7 +91,7 @@ class ContextLifetimes:
 
     @property
     def has_unacknowledged(self) -> bool:
-        return bool(self._unacknowledged)
+        return bool(self._unacknowledged or self._cut_off)
 
     def began(self, context_id: int) -> None:
         """The context was made here."""
@@ -86,19 +102,19 @@ class ContextLifetimes:
         if context_id in self._released:
             return [] if worker == self._worker else self._tell((worker,), context_id)
         self._contacts.setdefault(context_id, set()).add(worker)
-        return []
+        return self._tell_maker(context_id) if worker in self._lost else []
 
     def released(self, context_id: int, *, told_by: int | None = None) -> list[Effect]:
         """The context was left here, or another worker says that it was released."""
         effects: list[Effect] = []
-        if context_id in self._contacts:
-            contacts = self._contacts.pop(context_id)
-            contacts.discard(self._worker)
-            if told_by is not None:
-                contacts.discard(told_by)
+        contacts = self._contacts.get(context_id)
+        if contacts is not None:
             effects.append(Free(context_id))
+            contacts -= {self._worker, told_by}
             if contacts:
                 effects += self._tell(contacts, context_id)
+            self._cut_off.discard(context_id)
+            del self._contacts[context_id]  # last: Ctrl-C may come before
         self._released[context_id] = None
         while len(self._released) > REMEMBERED:
             self._released.popitem(last=False)
@@ -111,19 +127,39 @@ class ContextLifetimes:
 
     def lost(self, worker: int) -> list[Effect]:
         """The worker is gone: so are the contexts it made, and nobody there needs a release."""
+        self._lost.add(worker)
         for key in [key for key in self._unacknowledged if key[0] == worker]:
             del self._unacknowledged[key]
         effects: list[Effect] = []
         for context_id in [id_ for id_ in self._contacts if worker_of(id_) == worker]:
             self._contacts[context_id].discard(worker)
             effects += self.released(context_id)
+        for context_id in [id_ for id_, contacts in self._contacts.items() if worker in contacts]:
+            effects += self._tell_maker(context_id)
         return effects
+
+    def held(self, context_id: int, worker: int) -> list[Effect]:
+        """Another worker says that the context lives there."""
+        is_mine = worker_of(context_id) == self._worker
+        if context_id in self._contacts:
+            self._contacts[context_id].add(worker)
+            self._cut_off.discard(context_id)
+            return [TellHeld(worker, context_id)] if is_mine else []
+        return self._tell((worker,), context_id) if is_mine else []
 
     def retry(self) -> list[Effect]:
         """A while has passed: what was sent before it and is not acknowledged is sent again."""
         due = [key for key, is_due in self._unacknowledged.items() if is_due]
         self._unacknowledged = dict.fromkeys(self._unacknowledged, True)
-        return [TellReleased(worker, context_id) for worker, context_id in due]
+        effects: list[Effect] = [TellReleased(worker, context_id) for worker, context_id in due]
+        return effects + [TellHeld(worker_of(id_), id_) for id_ in self._cut_off]
+
+    def _tell_maker(self, context_id: int) -> list[Effect]:
+        maker = worker_of(context_id)
+        if maker == self._worker or maker in self._contacts[context_id]:
+            return []
+        self._cut_off.add(context_id)
+        return [TellHeld(maker, context_id)]
 
     def _tell(self, workers: Iterable[int], context_id: int) -> list[Effect]:
         effects: list[Effect] = []

@@ -23,6 +23,7 @@ from telegrad.autograd.context_lifetime import (
     ContextLifetimes,
     Effect,
     Free,
+    TellHeld,
     TellReleased,
 )
 from telegrad.autograd.gathered import Gathered, ids_in
@@ -74,7 +75,9 @@ class ContextRegistry:
         self._acknowledgements = Gathered(
             messenger, Kind.CONTEXT_RELEASED, ACKNOWLEDGE_SECONDS, _not_acknowledged
         )
+        self._holdings = Gathered(messenger, Kind.CONTEXT_HELD, RELEASE_SECONDS, self._has_no_maker)
         if messenger is not None:
+            messenger.handle(Kind.CONTEXT_HELD, self._holding_told)
             messenger.handle(Kind.CONTEXT_RELEASE, self._release_told)
             messenger.handle(Kind.CONTEXT_RELEASED, self._release_acknowledged)
             messenger.offer(Kind.CONTEXT_RELEASE, self._releases.take)
@@ -99,10 +102,10 @@ class ContextRegistry:
         if current != NO_CONTEXT:
             raise ContextError(f"Already have an autograd context id for this thread: {current}")
         context = DistAutogradContext(self._context_ids.next())
+        set_thread_context(context.id)  # first: what Ctrl-C leaves behind can be found by it
         with self._lifetimes_lock:
             self._lifetimes.began(context.id)
             self._contexts[context.id] = context
-        set_thread_context(context.id)
         return context
 
     def retrieve(self, context_id: int) -> DistAutogradContext:
@@ -137,6 +140,15 @@ class ContextRegistry:
         if thread_context() == context_id:
             set_thread_context(NO_CONTEXT)
         self.retrieve(context_id)
+        try:
+            self._release(context_id)
+        except BaseException:  # Ctrl-C, say
+            self._release(context_id)
+            self._free(context_id)
+            self._plan_retry()  # it tells those who have not been told
+            raise
+
+    def _release(self, context_id: int) -> None:
         with self._lifetimes_lock:
             effects = self._lifetimes.released(context_id)
         self._carry_out(effects)
@@ -148,6 +160,7 @@ class ContextRegistry:
             timer.cancel()
         self._releases.close()
         self._acknowledgements.close()
+        self._holdings.close()
         with self._lifetimes_lock:
             contexts = list(self._contexts.values())
             self._contexts.clear()
@@ -216,14 +229,14 @@ class ContextRegistry:
             return None
         with self._lifetimes_lock:
             effects = self._lifetimes.met(context_id, worker)
-            if not effects and not self._lifetimes.is_released(context_id):
+            is_alive = self._lifetimes.is_alive(context_id)
+            if is_alive:
                 context = self._contexts.get(context_id)
                 if context is None:
                     context = self._contexts[context_id] = DistAutogradContext(context_id)
                 context.contacts.add(worker)
-                return context
         self._carry_out(effects)
-        return None
+        return context if is_alive else None
 
     # Between workers
 
@@ -237,22 +250,43 @@ class ContextRegistry:
     def _release_acknowledged(self, source: int, message: bytes) -> None:
         self._nothing_to_release(source, ids_in(message))
 
+    def _holding_told(self, source: int, message: bytes) -> None:
+        effects: list[Effect] = []
+        with self._lifetimes_lock:
+            for context_id in ids_in(message):
+                effects += self._lifetimes.held(context_id, source)
+                context = self._contexts.get(context_id)
+                if context is not None:
+                    context.contacts.add(source)
+        self._carry_out(effects)
+
+    def _has_no_maker(self, worker: int, context_ids: Sequence[int]) -> None:
+        """The worker that made them is gone, and was before they came here."""
+        self.worker_lost(worker)
+
     def _carry_out(self, effects: Sequence[Effect]) -> None:
         for effect in effects:
             if isinstance(effect, Free):
-                context = self._contexts.pop(effect.context_id, None)
-                if context is not None:
-                    self._on_freed(context)
+                self._free(effect.context_id)
             elif isinstance(effect, TellReleased):
                 self._releases.add(effect.worker, effect.context_id)
                 self._plan_retry()
+            elif isinstance(effect, TellHeld):
+                self._holdings.add(effect.worker, effect.context_id)
+                self._plan_retry()
             elif isinstance(effect, Acknowledge):
                 self._acknowledgements.add(effect.worker, effect.context_id)
+
+    def _free(self, context_id: int) -> None:
+        context = self._contexts.pop(context_id, None)
+        if context is not None:
+            self._on_freed(context)
 
     def send_gathered(self) -> None:
         """Sends what is gathered without waiting for its time."""
         self._releases.send()
         self._acknowledgements.send()
+        self._holdings.send()
 
     def _nothing_to_release(self, worker: int, context_ids: Sequence[int]) -> None:
         """The worker has freed them, or is gone."""

@@ -213,6 +213,20 @@ class Agent:
             return recorded
         return recorder.current_context()
 
+    def bound_here(self, work: Callable[[Any], None]) -> Callable[[Any], None]:
+        """`work`, to be run later in the autograd context of this thread, or in none if it has
+        none."""
+        recorder = self.service.recorder
+        if recorder is None:
+            return work
+        context = recorder.current_context()
+
+        def run(argument: Any) -> None:
+            with recorder.enter(context):
+                work(argument)
+
+        return run
+
     def dispatch(
         self,
         call: AsyncCall,

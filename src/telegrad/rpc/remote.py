@@ -92,6 +92,7 @@ class RemoteReferences:
             agent,
             fetch=self._fetch,
             call=self._call,
+            bound_here=agent.bound_here,
             worker_info=self._worker_info,
             first_id=time.time_ns() if is_successor else 0,
         )

@@ -79,7 +79,8 @@ def _invoke(
         else:
             call.add_done_callback(finish)
 
-    type_future.add_done_callback(start)
+    # What asked for the type may have been another call, in another autograd context.
+    type_future.add_done_callback(rref._table.bound_here(start))
     return result
 
 

@@ -77,6 +77,7 @@ class RRefTable:
         messenger: carries the control messages; the table registers its handlers with it.
         fetch: how a user gets the value.
         call: how a method of the value is called at its owner.
+        bound_here: a function as it would run on this thread now, wherever it is run.
         worker_info: a worker's id and name, by its id.
         first_id: where local ids begin; a worker that comes back under its id after a crash
             must begin above those that it used before.
@@ -88,6 +89,7 @@ class RRefTable:
         *,
         fetch: Fetch,
         call: Call,
+        bound_here: Callable[[Callable[[Any], None]], Callable[[Any], None]],
         worker_info: Callable[[int], WorkerInfo],
         timing: ev.Timing | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -96,6 +98,7 @@ class RRefTable:
         self.worker_id = messenger.worker_id
         self.fetch = fetch
         self.call = call
+        self.bound_here = bound_here
         self.worker_info = worker_info
         self._messenger = messenger
         self._clock = clock

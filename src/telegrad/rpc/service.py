@@ -285,12 +285,11 @@ class Service:
 
     def _answer_deferred(self, source: int, frame: Frame, send: Send, future: Future[Any]) -> None:
         try:
-            value = future.wait()  # it is done: this does not wait
-        except Exception as error:  # noqa: BLE001 - it belongs to the caller
+            self.answer(source, frame, send, future.wait())  # it is done: this does not wait
+        except BaseException as error:  # noqa: BLE001 - it belongs to the caller, who waits for it
             self.answer_failure(source, frame, send, error)
-        else:
-            self.answer(source, frame, send, value)
-        self._ended.add()
+        finally:
+            self._ended.add()
 
     def handle_now(self, source: int, kind: Kind, payload: bytes | memoryview) -> None:
         """Handles a message without an answer that has come inside of another one."""

@@ -81,6 +81,7 @@ class Kind(IntEnum):
     CONTEXT_RELEASE = 46
     CONTEXT_RELEASED = 47
     PASS_END = 48
+    CONTEXT_HELD = 49
     # Membership
     GATHER = 60
     MEMBERS = 61
