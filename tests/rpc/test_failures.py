@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from telegrad import rpc
+from telegrad.compat.futures import collect_all
 from telegrad.errors import RRefError, TelegradError, WorkerLost
 from telegrad.testing.cluster import cluster
 
@@ -243,6 +244,40 @@ def test_ctrl_c_during_a_call_leaves_the_worker_usable(to):
             rpc.rpc_sync(to, sleep, (1.0,))
         timer.join()
         assert [rpc.rpc_sync(to, add, (i, 1)) for i in range(5)] == [1, 2, 3, 4, 5]
+
+
+class Sleeper:
+    def sleep(self, seconds):
+        time.sleep(seconds)
+
+
+def later(to):
+    return rpc.rpc_async(to, sleep, (2.0,))
+
+
+@pytest.mark.parametrize("to", ["worker0", "worker1"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        later,
+        lambda to: later(to).then(lambda done: done.wait()),
+        lambda to: later(to).then(lambda done: done.wait()).then(lambda done: done.wait()),
+        lambda to: rpc.remote(to, Sleeper).rpc_async().sleep(2.0),
+        lambda to: collect_all([later(to), later(to)]),
+    ],
+    ids=["call", "then", "then, then", "method", "several"],
+)
+def test_ctrl_c_ends_the_wait_for_a_future(to, make):
+    with cluster(2):
+        future = make(to)
+        main = threading.get_ident()
+        timer = threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            future.wait()
+        assert not future.done()
+        timer.join()
+        future.wait()
 
 
 def test_ctrl_c_ends_a_graceful_shutdown_that_waits_for_others():

@@ -14,6 +14,7 @@ from typing import Any
 from torch.futures import Future
 
 from telegrad.rpc.kept_errors import fail
+from telegrad.rpc.waiting import CallFuture
 
 __all__ = ["collect_all", "wait_all"]
 
@@ -21,7 +22,7 @@ __all__ = ["collect_all", "wait_all"]
 def collect_all(futures: Sequence[Future[Any]]) -> Future[list[Future[Any]]]:
     """A future of all futures: done when all are, or failed as soon as one has failed."""
     given = list(futures)
-    together: Future[list[Future[Any]]] = Future()
+    together: CallFuture[list[Future[Any]]] = CallFuture()
     if not given:
         together.set_result([])
         return together

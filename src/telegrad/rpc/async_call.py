@@ -7,14 +7,13 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from torch.futures import Future
-
 from telegrad.errors import RpcTimeout
 from telegrad.rpc.kept_errors import fail
 from telegrad.rpc.multiplex import PendingCall
 from telegrad.rpc.outcome import as_exception
 from telegrad.rpc.peer import Peer
 from telegrad.rpc.seams import NO_CONTEXT
+from telegrad.rpc.waiting import CallFuture
 from telegrad.wire.frames import Frame
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ class AsyncCall(PendingCall):
         self.seconds = 0.0
         self.deadline = math.inf
         self.peer: Peer | None = None
-        self.future: Future[Any] = Future()
+        self.future: CallFuture[Any] = CallFuture()
 
     def succeed(self, frame: Frame) -> None:
         try:

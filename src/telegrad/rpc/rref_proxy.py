@@ -24,7 +24,7 @@ from telegrad.rpc.kept_errors import fail
 from telegrad.rpc.options import UNSET_RPC_TIMEOUT, checked_timeout
 from telegrad.rpc.outcome import described_by_arguments
 from telegrad.rpc.rref_lookup import current_table
-from telegrad.rpc.waiting import wait_for
+from telegrad.rpc.waiting import CallFuture, wait_for
 
 if TYPE_CHECKING:
     from telegrad.rpc.rref import RRef
@@ -61,7 +61,7 @@ def _invoke(
     rref._table.refuse_if_forked()
     if mode != "async":
         return _call(rref, mode, name, timeout, args, kwargs, wait_for(type_future))
-    result: torch.futures.Future[Any] = torch.futures.Future()
+    result: CallFuture[Any] = CallFuture()
     has_gradients_on = torch.is_grad_enabled()  # here; not on the thread that will make the call
 
     def finish(future: torch.futures.Future[Any]) -> None:

@@ -16,6 +16,7 @@ from telegrad.errors import RpcTimeout, RRefError
 from telegrad.ids import ForkId, RRefId
 from telegrad.rpc.kept_errors import again, fail, without_frames
 from telegrad.rpc.rref_texts import text_of_id
+from telegrad.rpc.waiting import CallFuture
 
 __all__ = ["Creation", "OwnerEntry", "UserRecord"]
 
@@ -43,7 +44,7 @@ class Creation:
             _complete(future, error)
 
     def future(self) -> torch.futures.Future[None]:
-        future: torch.futures.Future[None] = torch.futures.Future()
+        future: CallFuture[None] = CallFuture()
         with self._lock:
             if self._future is not None:
                 return self._future
