@@ -130,6 +130,31 @@ def test_results_require_grad_though_no_argument_does(way):
     check(lambda call: [call("worker1", programs.parameter_of, "worker1").sum()], way=ways[way])
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("way", [way for way in DISTRIBUTED if way != "by_async_function"])
+def test_calls_without_grad_compute_nothing_that_has_a_history(way, mode):
+    """A target network, say. What an async function does in a continuation is not concerned."""
+
+    def program(call):
+        x = leaf("x")
+        name = way if call is not programs.plainly else "plainly"
+        with mode():
+            target = call("worker1", relay, name, ["worker1", "worker2"], x)
+        return [((call("worker1", programs.layer, "worker3", x) - target.clone()) ** 2).sum()]
+
+    assert check(program, way=ways[way]).keys() == {"x", "worker3"}
+
+
+@pytest.mark.parametrize("way", DISTRIBUTED)
+def test_a_history_from_before_is_kept_in_calls_without_grad(way):
+    def program(call):
+        with torch.no_grad():
+            weight = call("worker1", leaf, "worker1")
+        return [(weight * leaf("x")).sum()]
+
+    assert check(program, way=ways[way]).keys() == {"x", "worker1"}
+
+
 def test_tensors_in_containers_of_which_some_require_grad():
     def program(call):
         values = {

@@ -20,6 +20,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch.futures import Future
 
 from telegrad.errors import TelegradError, WorkerLost
@@ -112,11 +113,11 @@ class Agent:
         peer = self.network.peer(to)
         head, encoded, context, message = self.pack_call(to, func, args, kwargs)
         seconds = self.rpc_timeout if timeout is None else timeout
-        flags = 0
+        flags = _flags_in(context)
         for kind, take in self._riders:
             rider = take(to)
             if rider is not None:
-                flags = Flags.RIDER
+                flags |= Flags.RIDER
                 head = pack_rider(kind, self.codec.encode(rider, to).payload) + head
                 break  # there is room for one
         try:
@@ -198,14 +199,14 @@ class Agent:
 
     def bound_here(self, work: Callable[[Any], None]) -> Callable[[Any], None]:
         """`work`, to be run later in the autograd context of this thread, or in none if it has
-        none."""
+        none, and with its grad mode."""
         recorder = self.service.recorder
         if recorder is None:
             return work
-        context = recorder.current_context()
+        context, is_grad_enabled = recorder.current_context(), torch.is_grad_enabled()
 
         def run(argument: Any) -> None:
-            with recorder.enter(context):
+            with recorder.enter(context), torch.set_grad_enabled(is_grad_enabled):
                 work(argument)
 
         return run
@@ -225,8 +226,9 @@ class Agent:
         seconds = self.rpc_timeout if timeout is None else timeout
         call.seconds = seconds
         call.deadline = time.monotonic() + seconds if seconds else math.inf
+        flags = _flags_in(context)
         if call.to == self.info.id:
-            self._dispatch_to_self(call, kind, context, message, body, buffers)
+            self._dispatch_to_self(call, kind, flags, context, message, body, buffers)
             return
         call_id = next(self._call_ids)
         try:
@@ -243,7 +245,7 @@ class Agent:
             call.settle_error(error)
             return
         try:
-            multiplex.send(kind, 0, call_id, context, message, body, buffers)
+            multiplex.send(kind, flags, call_id, context, message, body, buffers)
         except (ConnectionClosed, TransportTimeout) as error:
             peer.lose(str(error))
             if multiplex.forget(call_id):
@@ -257,12 +259,13 @@ class Agent:
         self,
         call: AsyncCall,
         kind: Kind,
+        flags: int,
         context: int,
         message: int,
         body: Sequence[bytes],
         buffers: Sequence[memoryview],
     ) -> None:
-        frame = _copied(kind, 0, 0, context, message, body, buffers)
+        frame = _copied(kind, flags, 0, context, message, body, buffers)
         outstanding = [call]  # emptied by whoever settles the call: the reply or the deadline
         timer: Timer | None = None
 
@@ -437,6 +440,12 @@ def _wait(future: Future[Any]) -> Any:
     future.add_done_callback(lambda _: done.set())
     done.wait()
     return future.value()
+
+
+def _flags_in(context: int) -> int:
+    """Those of a call in an autograd context: what the called function computes has a history only
+    if it had one here. Outside of a context there is none to be recorded."""
+    return 0 if context == NO_CONTEXT or torch.is_grad_enabled() else Flags.NO_GRAD
 
 
 def _copied(

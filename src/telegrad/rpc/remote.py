@@ -37,7 +37,7 @@ from telegrad.rpc.rref_records import OwnerEntry
 from telegrad.rpc.rref_table import RRefTable
 from telegrad.rpc.worker_info import WorkerInfo
 from telegrad.wire.codec import Codec, Encoded, Reducer
-from telegrad.wire.frames import Frame, Kind
+from telegrad.wire.frames import Flags, Frame, Kind
 from telegrad.wire.references import name_of
 from telegrad.wire.salvage import arguments_in
 
@@ -229,6 +229,8 @@ class RemoteReferences:
                         service.answer(source, frame, send, None)
                 frame.buffers = []
                 try:
+                    if frame.flags & Flags.NO_GRAD:
+                        torch._C._set_grad_enabled(False)
                     value = func(*args, **kwargs)
                 finally:
                     torch._C._set_grad_enabled(True)  # a function may have left it off

@@ -181,6 +181,8 @@ class Service:
             func, args, kwargs = self.unpack_call(source, frame, 0)
             frame.buffers = []  # a tensor argument's memory is free again when the function is done
             try:
+                if frame.flags & Flags.NO_GRAD:
+                    _set_grad_enabled(False)
                 value = func(*args, **kwargs)
             finally:
                 _set_grad_enabled(True)  # a function may have left it off, for all that follow here

@@ -111,6 +111,8 @@ class Flags(IntEnum):
     """A post whose sender waits: what is posted back to it travels in the receipt."""
     RIDER = 4
     """The body begins with another message, a post, which is handled first."""
+    NO_GRAD = 8
+    """A call inside of `torch.no_grad()`: so is what it runs."""
 
 
 _RIDER_HEAD = struct.Struct("<BI")  # kind, length
