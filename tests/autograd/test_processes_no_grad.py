@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from contextlib import nullcontext
+
 import process_programs as programs
 import pytest
 import torch
@@ -74,15 +77,14 @@ def test_so_is_one_that_was_computed_on_several_workers(way):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("size", [4, 400])  # small tensors travel in a table of their own
 def test_what_requires_grad_of_a_result(mode, size):
-    for to in WORKERS[:2]:
-        with dist_autograd.context():
+    for to, context in itertools.product(WORKERS[:2], (dist_autograd.context, nullcontext)):
+        with context() as context_id:
             with mode():
-                computed, given = rpc.rpc_sync(to, computed_and_given, (size,))
+                now = rpc.rpc_sync(to, computed_and_given, (size,))
                 later = rpc.rpc_async(to, computed_and_given, (size,))
-            assert [computed.requires_grad, given.requires_grad] == [False, True]
-            assert given.is_leaf
-            computed, given = later.wait()
-            assert [computed.requires_grad, given.requires_grad] == [False, True]
+            for computed, given in now, later.wait():
+                assert [computed.requires_grad, given.requires_grad] == [False, True]
+                assert given.is_leaf is (context_id is None)
 
 
 def computed_and_given(size):
@@ -90,32 +92,54 @@ def computed_and_given(size):
     return given * 2, given
 
 
-def test_a_sparse_result_is_constant():
-    with dist_autograd.context(), torch.no_grad():
+@pytest.mark.parametrize("context", [dist_autograd.context, nullcontext])
+def test_a_sparse_result_is_constant(context):
+    with context(), torch.no_grad():
         assert not rpc.rpc_sync("worker1", sparse_and_computed).requires_grad
+
+
+@pytest.mark.parametrize("way", DISTRIBUTED)
+def test_a_history_from_before_is_kept(way):
+    def program(call):
+        with torch.no_grad():
+            weight = call("worker1", leaf, "worker1")
+            same = call("worker1", itself, leaf("y") * 2) if "async_function" not in way else 1
+        return (weight * leaf("x") * same).sum()
+
+    check(program, ways[way])
+
+
+def itself(x):
+    return x
 
 
 def sparse_and_computed():
     return torch.eye(3, requires_grad=True).to_sparse() * 2
 
 
-def test_a_module_arrives_with_parameters_of_its_own():
-    with dist_autograd.context(), torch.no_grad():
+def test_outside_of_a_context_a_module_arrives_with_parameters_of_its_own():
+    with torch.no_grad():
         module = rpc.rpc_sync("worker1", torch.nn.Linear, (2, 2))
         assert all(parameter.is_leaf for parameter in module.parameters())
         assert all(parameter.requires_grad for parameter in module.parameters())
         torch.optim.SGD(module.parameters(), lr=1.0)
 
 
-def test_the_function_runs_with_gradients_on():
-    """As under torch: what it does besides its result is its own matter."""
-    with torch.no_grad():
-        assert rpc.rpc_sync("worker1", torch.is_grad_enabled)
-        assert rpc.rpc_async("worker1", torch.is_grad_enabled).wait()
+@pytest.mark.parametrize("way", [name for name in DISTRIBUTED if name != "by_async_function"])
+def test_in_a_context_the_function_runs_without_gradients_and_outside_of_one_with_them(way):
+    """Outside, as under torch, what it does besides its result is its own matter."""
+    call = ways[way]
+    for to in WORKERS[:2]:
+        with torch.no_grad():
+            assert call(to, torch.is_grad_enabled)
+            with dist_autograd.context():
+                assert not call(to, torch.is_grad_enabled)
+        with dist_autograd.context():
+            assert call(to, torch.is_grad_enabled)
 
 
 @pytest.mark.parametrize("to", ["worker0", "worker1"])
-def test_callbacks_of_a_call_that_is_not_recorded_are_in_its_context(to):
+def test_callbacks_of_such_a_call_are_in_its_context(to):
     with dist_autograd.context() as context_id:
         with torch.no_grad():
             future = rpc.rpc_async(to, torch.ones, (2,))

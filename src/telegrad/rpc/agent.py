@@ -19,6 +19,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import is_grad_enabled
 from torch.futures import Future
 
@@ -157,7 +158,7 @@ class Agent:
         what: Callable[[], str] = partial(describe_call, func, ())
         if is_described_by_arguments(func):  # now: the call must not keep its arguments alive
             what = partial(str, describe_call(func, args))
-        call = AsyncCall(self, to, self._context_of_callbacks(context), what)
+        call = AsyncCall(self, to, context, what)
         self.take_back_if_unread(call.future, encoded)
         self.dispatch(
             call, Kind.CALL, context, message, (head, encoded.payload), encoded.buffers, timeout
@@ -186,6 +187,10 @@ class Agent:
     def pack_call(
         self, to: int, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | None
     ) -> tuple[bytes, Encoded, int, int]:
+        recorder = self.service.recorder
+        if not is_grad_enabled() and recorder and recorder.current_context() != NO_CONTEXT:
+            with torch.enable_grad():  # what has a history keeps it: only what is computed there
+                return self.pack_call(to, func, args, kwargs)  # has none
         name = name_of(func)
         if name is not None and len(name) < _HEAD_ROOM // 2:
             encoded = self.codec.encode_arguments(args, kwargs, to)
@@ -202,27 +207,20 @@ class Agent:
         if recorder is None:
             return NO_CONTEXT, -1
         context = recorder.current_context()
-        if context == NO_CONTEXT or not is_grad_enabled():
+        if context == NO_CONTEXT:
             return NO_CONTEXT, -1
         return context, recorder.record_send(context, to, encoded.tensors)
 
-    def _context_of_callbacks(self, recorded: int) -> int:
-        """Though a call is not recorded, because gradients are off: what its callbacks do is."""
-        recorder = self.service.recorder
-        if recorded != NO_CONTEXT or is_grad_enabled() or recorder is None:
-            return recorded
-        return recorder.current_context()
-
     def bound_here(self, work: Callable[[Any], None]) -> Callable[[Any], None]:
         """`work`, to be run later in the autograd context of this thread, or in none if it has
-        none."""
+        none, and with its grad mode."""
         recorder = self.service.recorder
         if recorder is None:
             return work
-        context = recorder.current_context()
+        context, has_gradients_on = recorder.current_context(), is_grad_enabled()
 
         def run(argument: Any) -> None:
-            with recorder.enter(context):
+            with recorder.enter(context), torch.set_grad_enabled(has_gradients_on):
                 work(argument)
 
         return run

@@ -35,6 +35,7 @@ from telegrad.rpc.rref import RRef, rebuild_rref
 from telegrad.rpc.rref_proxy import call_owned, call_owned_async
 from telegrad.rpc.rref_records import OwnerEntry
 from telegrad.rpc.rref_table import RRefTable
+from telegrad.rpc.service import runs_without_gradients
 from telegrad.rpc.worker_info import WorkerInfo
 from telegrad.wire.codec import Codec, Encoded, Reducer
 from telegrad.wire.frames import Frame, Kind
@@ -228,6 +229,8 @@ class RemoteReferences:
                         service.answer(source, frame, send, None)
                 frame.buffers = []
                 try:
+                    if runs_without_gradients(frame):
+                        torch._C._set_grad_enabled(False)
                     value = func(*args, **kwargs)
                 finally:
                     torch._C._set_grad_enabled(True)  # a function may have left it off

@@ -62,7 +62,6 @@ def _invoke(
     if mode != "async":
         return _call(rref, mode, name, timeout, args, kwargs, wait_for(type_future))
     result: CallFuture[Any] = CallFuture()
-    has_gradients_on = torch.is_grad_enabled()  # here; not on the thread that will make the call
 
     def finish(future: torch.futures.Future[Any]) -> None:
         try:
@@ -72,8 +71,7 @@ def _invoke(
 
     def start(future: torch.futures.Future[Any]) -> None:
         try:
-            with torch.set_grad_enabled(has_gradients_on):
-                call = _call(rref, mode, name, timeout, args, kwargs, future.value())
+            call = _call(rref, mode, name, timeout, args, kwargs, future.value())
         except Exception as error:  # noqa: BLE001 whatever it is, it belongs to the caller
             fail(result, error)
         else:

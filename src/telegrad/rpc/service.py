@@ -29,7 +29,7 @@ from telegrad.wire.codec import Codec
 from telegrad.wire.frames import Flags, Frame, Kind, rider_size, split_rider
 from telegrad.wire.references import function_named
 
-__all__ = ["FrameHandler", "Service"]
+__all__ = ["FrameHandler", "Service", "runs_without_gradients"]
 
 _log = logging.getLogger("telegrad.rpc")
 
@@ -182,6 +182,8 @@ class Service:
             func, args, kwargs = self.unpack_call(source, frame, 0)
             frame.buffers = []  # a tensor argument's memory is free again when the function is done
             try:
+                if runs_without_gradients(frame):
+                    _set_grad_enabled(False)
                 value = func(*args, **kwargs)
             finally:
                 _set_grad_enabled(True)  # a function may have left it off, for all that follow here
@@ -237,12 +239,26 @@ class Service:
             recorder.record_receive(context, frame.message_id, source, [])
         return value
 
-    def answer(self, source: int, frame: Frame, send: Send, value: Any) -> None:
-        """Answers a message with a value."""
+    def answer(
+        self,
+        source: int,
+        frame: Frame,
+        send: Send,
+        value: Any,
+        *,
+        is_of_continuation: bool = False,
+    ) -> None:
+        """Answers a message with a value.
+
+        Args:
+            is_of_continuation: it may have been computed with gradients on, though they are off at
+                the caller.
+        """
         if frame.flags & Flags.NO_ANSWER:
             return
         try:
-            keeps_histories = not frame.flags & Flags.NO_GRAD
+            is_recorded = frame.context_id != NO_CONTEXT and not is_of_continuation
+            keeps_histories = is_recorded or not frame.flags & Flags.NO_GRAD
             if torch.is_grad_enabled() is keeps_histories:
                 encoded = self._codec.encode(value, source, root="result")
             else:
@@ -284,8 +300,10 @@ class Service:
             pass  # nobody waits for this any more
 
     def _answer_deferred(self, source: int, frame: Frame, send: Send, future: Future[Any]) -> None:
+        is_of_continuation = frame.kind is Kind.CALL
         try:
-            self.answer(source, frame, send, future.wait())  # it is done: this does not wait
+            value = future.wait()  # it is done: this does not wait
+            self.answer(source, frame, send, value, is_of_continuation=is_of_continuation)
         except BaseException as error:  # noqa: BLE001 - it belongs to the caller, who waits for it
             self.answer_failure(source, frame, send, error)
         finally:
@@ -302,6 +320,12 @@ class Service:
         """How many messages have been begun and ended here, ever."""
         ended = self._ended.look()  # read first: what ends in between must not look unbegun
         return self._begun.look(), ended
+
+
+def runs_without_gradients(frame: Frame) -> bool:
+    """Whether gradients are off for the function that a message calls: as they are for its caller,
+    in an autograd context. Outside of one a function may have gradients of its own."""
+    return bool(frame.flags & Flags.NO_GRAD) and frame.context_id != NO_CONTEXT
 
 
 class _Thread(threading.local):

@@ -112,7 +112,7 @@ class Flags(IntEnum):
     RIDER = 4
     """The body begins with another message, a post, which is handled first."""
     NO_GRAD = 8
-    """The caller has switched gradients off: what is computed for it comes without a history."""
+    """The caller has switched gradients off: what is computed for it has no history."""
 
 
 _RIDER_HEAD = struct.Struct("<BI")  # kind, length
