@@ -106,7 +106,7 @@ class RemoteReferences:
         return rebuild, (fields,)
 
     def _worker_info(self, worker_id: int) -> WorkerInfo:
-        name = self._agent.network.name_of(worker_id)
+        name = self._agent.network.last_name_of(worker_id)
         return WorkerInfo(name if name is not None else f"worker:{worker_id}", worker_id)
 
     # -- at the user
@@ -253,8 +253,11 @@ class RemoteReferences:
 
     # -- the end
 
-    def flush(self, timeout: float) -> None:
+    def flush(self, timeout: float, *, others_stay: bool = False) -> None:
         """For a graceful end: no reference crosses this worker's border any more.
+
+        Args:
+            others_stay: this worker leaves alone; what others hold of its values is lost to them.
 
         Raises:
             RRefError: the time was over before that.
@@ -270,7 +273,7 @@ class RemoteReferences:
                 "; ".join(leaks[:_MOST_LEAKS]),
                 "; ..." if len(leaks) > _MOST_LEAKS else "",
             )
-        still_open = self.table.flush(timeout or None, _PATIENCE)
+        still_open = self.table.flush(timeout or None, _PATIENCE, others_stay=others_stay)
         if still_open and not timeout:
             _log.warning(
                 "%s shuts down with references that did not end: a message that held them was "
