@@ -17,7 +17,7 @@ import torch
 
 from namespaces import two_hosts
 from telegrad import rpc
-from telegrad.errors import TelegradError, WorkerLost
+from telegrad.errors import RpcTimeout, TelegradError, WorkerLost
 from telegrad.rpc import current
 from telegrad.rpc.rendezvous import Directory
 from telegrad.testing.cluster import cluster, processes
@@ -86,6 +86,47 @@ def test_workers_join_a_running_group_and_leave_it():
         group.wait_until_ready("worker1")
         assert rpc.rpc_sync("worker1", whoami) == "worker1"
         assert rpc.rpc_sync("late", rpc.rpc_sync, ("worker1", whoami)) == "worker1"
+
+
+def test_one_that_leaves_does_not_wait_for_others_to_let_go_of_its_values():
+    with cluster(2, open_group=True, graceful=False):
+        rref = rpc.remote("worker1", add, (1, 2))
+        info = rref.owner()
+        assert rref.to_here() == 3
+        rpc.rpc_sync("worker1", leave)
+        until(lambda: names() == ["worker0"])
+        # who it was is still known
+        assert (rref.owner_name(), rref.owner()) == ("worker1", info)
+        with pytest.raises(WorkerLost, match="its owner worker1 was lost"):
+            rref.to_here()
+        with pytest.raises(WorkerLost, match="worker 'worker1' cannot be called: it has left"):
+            rpc.rpc_sync(info, whoami)
+
+
+def busy_until_the_end():
+    """Keeps its worker from leaving gracefully; ends when its process does."""
+    threading.Event().wait()
+
+
+def leave_in_a_hurry():
+    threading.Thread(target=hurry).start()
+
+
+def hurry():
+    with contextlib.suppress(RpcTimeout):
+        rpc.shutdown(timeout=0.1)
+
+
+def test_one_whose_time_to_leave_is_over_leaves_all_the_same():
+    with cluster(2, open_group=True, graceful=False) as group:
+        busy = rpc.rpc_async("worker1", busy_until_the_end)
+        rpc.rpc_sync("worker1", leave_in_a_hurry)
+        until(lambda: names() == ["worker0"])
+        with pytest.raises(WorkerLost):
+            busy.wait()
+        group.start("worker1", 5)  # its name is free
+        group.wait_until_ready("worker1")
+        assert rpc.rpc_sync("worker1", whoami) == "worker1"
 
 
 def test_one_that_leaves_fails_no_call_of_the_others():

@@ -103,7 +103,7 @@ class Agent:
         return self.info.id
 
     def name_of(self, worker: int) -> str:
-        return self.network.name_of(worker) or f"worker:{worker}"
+        return self.network.last_name_of(worker) or f"worker:{worker}"
 
     # -- calls
 

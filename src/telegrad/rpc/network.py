@@ -91,6 +91,7 @@ class Network:
         self._peers: dict[int, Peer] = {}
         self._records: dict[int, Record] = {}
         self._ids: dict[str, int] = {info.name: info.id}
+        self._former_names: dict[int, str] = {}  # of those who have left
         self._members_lock = threading.Lock()  # guards the three tables above
         self._loss_watchers: list[Callable[[int, str], None]] = []
         self._door = Door(info.name, secret, self._recognise, self._welcome, self._spawn)
@@ -164,8 +165,10 @@ class Network:
         with self._members_lock:
             record = self._records.pop(worker_id, None)
             peer = self._peers.pop(worker_id, None)
-            if record is not None and self._ids.get(record.name) == worker_id:
-                del self._ids[record.name]
+            if record is not None:
+                self._former_names[worker_id] = record.name
+                if self._ids.get(record.name) == worker_id:
+                    del self._ids[record.name]
         if peer is not None:
             peer.lose("it has left the group")
 
@@ -192,10 +195,19 @@ class Network:
             record = self._records.get(worker_id)
         return None if record is None else record.name
 
+    def last_name_of(self, worker_id: int) -> str | None:
+        """The same, also of one that has left the group."""
+        return self.name_of(worker_id) or self._former_names.get(worker_id)
+
     def peer(self, worker_id: int) -> Peer:
         peer = self._peers.get(worker_id)
         if peer is None:
             if self.name_of(worker_id) is None or worker_id not in self._peers:
+                former = self._former_names.get(worker_id)
+                if former is not None:
+                    reason = "it has left the group"
+                    text = f"worker {former!r} cannot be called: {reason}"
+                    raise WorkerLost(text, worker=former, reason=reason)
                 raise WorkerLost(f"there is no worker with id {worker_id} in the group")
             peer = self._peers[worker_id]
         return peer

@@ -256,8 +256,11 @@ class RemoteReferences:
 
     # -- the end
 
-    def flush(self, timeout: float) -> None:
+    def flush(self, timeout: float, *, others_stay: bool = False) -> None:
         """For a graceful end: no reference crosses this worker's border any more.
+
+        Args:
+            others_stay: this worker leaves alone; what others hold of its values is lost to them.
 
         Raises:
             RRefError: the time was over before that.
@@ -273,7 +276,7 @@ class RemoteReferences:
                 "; ".join(leaks[:_MOST_LEAKS]),
                 "; ..." if len(leaks) > _MOST_LEAKS else "",
             )
-        still_open = self.table.flush(timeout or None, _PATIENCE)
+        still_open = self.table.flush(timeout or None, _PATIENCE, others_stay=others_stay)
         if still_open and not timeout:
             _log.warning(
                 "%s shuts down with references that did not end: a message that held them was "

@@ -16,14 +16,15 @@ from __future__ import annotations
 
 import collections
 import json
+import logging
 import os
 import secrets
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from numbers import Integral
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlparse
 
 import torch.distributed as dist
@@ -35,6 +36,9 @@ from telegrad.rpc.options import LONGEST_TIMEOUT, RpcOptions
 from telegrad.rpc.worker_info import WorkerInfo
 
 __all__ = ["Directory", "Record", "host_identity", "meet"]
+
+_T = TypeVar("_T")
+_log = logging.getLogger("telegrad.rpc")
 
 _starts: collections.Counter[str] = collections.Counter()  # of this process, by meeting place
 # torch's TCP rendezvous ends with its iterator: it is kept for as long as the process lives.
@@ -178,13 +182,19 @@ def _fresh(store: Store, place: str, rank: int) -> Store:
 
 
 class Directory:
-    """The records of a group, kept in a store."""
+    """The records of a group, kept in a store.
+
+    The store may end with the worker that keeps it, while others go on. Then nobody can join any
+    more, and what they know of each other has to do.
+    """
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
         self._store = store
         self._rank = rank
         self._world_size = world_size
-        self._seen = 0  # slots of an open group that have been read
+        self._seen = 0  # slots of an open group that have been looked at
+        self._empty: list[int] = []  # those of them that nobody had written to
+        self._has_ended = False  # the store has
 
     @property
     def is_open(self) -> bool:
@@ -233,8 +243,7 @@ class Directory:
 
     def predecessor(self) -> Record | None:
         """The record of a worker that had this id before."""
-        key = f"worker/{self._rank}"
-        return _parse(self._store.get(key)) if self._store.check([key]) else None
+        return self._stored(self._rank)
 
     def publish(self, record: Record) -> None:
         self._store.set(f"worker/{record.id}", json.dumps(asdict(record)))
@@ -244,7 +253,7 @@ class Directory:
 
     def withdraw(self) -> None:
         """This worker leaves an open group."""
-        self._store.set(f"worker/{self._rank}", "")
+        self._ask(lambda: self._store.set(f"worker/{self._rank}", ""), None)
 
     def everybody(self) -> list[Record]:
         """All records of a group of known size, waited for; those present of an open one.
@@ -253,7 +262,7 @@ class Directory:
             TelegradError: two workers have one name, or a worker did not come in time.
         """
         if self.is_open:
-            return self.newcomers()
+            return self._read_slots()
         records = [
             record
             for rank in range(self._world_size)
@@ -271,11 +280,20 @@ class Directory:
 
     def newcomers(self) -> list[Record]:
         """Records of an open group that have appeared since the last call."""
+        return self._ask(self._read_slots, [])
+
+    def _read_slots(self) -> list[Record]:
         count = self._store.add("slots", 0)
+        slots = [*self._empty, *range(self._seen + 1, count + 1)]
+        self._seen, self._empty = count, []
         found: dict[int, Record] = {}
-        while self._seen < count:
-            self._seen += 1
-            worker = int(self._store.get(f"slot/{self._seen}"))
+        for slot in slots:
+            # One that took a slot may die before it writes to it. Whoever is just about to reads
+            # all others afterwards, and tells them.
+            if not self._store.check([f"slot/{slot}"]):
+                self._empty.append(slot)
+                continue
+            worker = int(self._store.get(f"slot/{slot}"))
             record = _parse(self._store.get(f"worker/{worker}"))
             if record is not None:
                 found[worker] = record
@@ -283,8 +301,23 @@ class Directory:
 
     def record_of(self, worker_id: int) -> Record | None:
         """The newest record of a worker; None if there is none (any more)."""
+        return self._ask(lambda: self._stored(worker_id), None)
+
+    def _stored(self, worker_id: int) -> Record | None:
         key = f"worker/{worker_id}"
         return _parse(self._store.get(key)) if self._store.check([key]) else None
+
+    def _ask(self, question: Callable[[], _T], without_store: _T) -> _T:
+        """Asks the store, if it is still there. Each time that one is asked which is not, torch
+        complains at length: so that is found out once."""
+        if self._has_ended:
+            return without_store
+        try:
+            return question()
+        except dist.DistNetworkError as error:
+            self._has_ended = True
+            _log.info("the store where the workers met has ended: %s", str(error).splitlines()[0])
+            return without_store
 
     def joined(self) -> None:
         """Keeps the worker that may host the store until all others have read from it."""

@@ -192,7 +192,11 @@ class RRefProtocol:
     def is_settled(self) -> bool:
         """Whether no reference crosses this worker's border, either way, nor any message."""
         no_forks = next(iter(self._owner.forks()), None) is None
-        return no_forks and self._user.is_empty() and not self._outbox
+        return no_forks and self.has_let_go()
+
+    def has_let_go(self) -> bool:
+        """Whether this worker holds none of others' values, and all have been told."""
+        return self._user.is_empty() and not self._outbox
 
     def is_empty(self) -> bool:
         """Whether the machine remembers nothing at all."""

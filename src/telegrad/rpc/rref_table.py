@@ -115,6 +115,7 @@ class RRefTable:
         self._armed_for: float | None = None
         self._timer: Timer | None = None
         self._is_flushing = False
+        self._others_stay = False
         self._is_closed = False
         self._refusal: Callable[[], NotInitialized] | None = None  # see `leave_to_parent`
 
@@ -128,7 +129,13 @@ class RRefTable:
         """Starts the table's own thread. Without it, `drain` must be called."""
         self._housekeeper.start()
 
-    def flush(self, timeout: float | None = None, patience: float | None = None) -> list[str]:
+    def flush(
+        self,
+        timeout: float | None = None,
+        patience: float | None = None,
+        *,
+        others_stay: bool = False,
+    ) -> list[str]:
         """Ends all of this worker's references to others' values, and waits until no reference
         crosses its border any more, either way. For a graceful shutdown, on all workers at once,
         followed by a barrier and `close`.
@@ -137,6 +144,10 @@ class RRefTable:
         references to values here (or are lost), after `timeout` seconds, or when nothing has
         changed for `patience` seconds.
 
+        Args:
+            others_stay: this worker leaves alone. The others do not end their references to values
+                here, and are not waited for.
+
         Returns:
             what is still open, in words; empty if all went well.
         """
@@ -144,6 +155,7 @@ class RRefTable:
         self._apply([ev.FlushStarted()])
         with self._settled:
             self._is_flushing = True
+            self._others_stay = others_stay
             end = None if timeout is None else time.monotonic() + timeout
             open_before: list[str] = []
             while not self._settled.wait_for(self._is_done, _least(end, patience)):
@@ -154,7 +166,9 @@ class RRefTable:
             return self._describe_open()
 
     def _is_done(self) -> bool:
-        return self._is_closed or self._machine.is_settled()
+        machine = self._machine
+        is_done = machine.has_let_go() if self._others_stay else machine.is_settled()
+        return self._is_closed or is_done
 
     def close(self) -> None:
         """Lets go of everything; whoever still waits is told. Values stay with local RRefs."""
@@ -484,7 +498,7 @@ class RRefTable:
                 deadline = deadline if deadline < self._armed_for else None
             if deadline is not None:
                 self._armed_for = deadline
-            if self._is_flushing and self._machine.is_settled():
+            if self._is_flushing and self._is_done():
                 self._settled.notify_all()
         if deadline is not None:
             self._arm(deadline, deadline - now)
@@ -571,7 +585,7 @@ class RRefTable:
             f"({state.name})"
             for rref, _, owner, state in self._machine.references()
         ]
-        return forks + users
+        return users if self._others_stay else forks + users
 
     def _lost_value(self, rref_id: RRefId, why: ev.Reason, reason: str) -> Exception:
         if why is ev.Reason.CREATOR_LOST:

@@ -103,7 +103,7 @@ class Worker:
         if directory.is_open:
             self._check_name_is_free()
         if directory.is_open or predecessor is not None:
-            self._announce(record)
+            self._tell_others(record, timeout=10.0)
         directory.joined()
 
     def _check_name_is_free(self) -> None:
@@ -115,10 +115,11 @@ class Worker:
                 f"RPC worker name {self.info.name!r} is not unique: worker {others[0]} has it"
             )
 
-    def _announce(self, record: Record) -> None:
-        """Tells the others who are there already; one that does not answer hears of it later."""
+    def _tell_others(self, record: Record | None, *, timeout: float) -> None:
+        """Tells those who are there that this worker comes, or, by None, that it leaves. One that
+        does not answer hears of it later."""
         told = [
-            self.agent.request(member.id, Kind.MEMBERS, record, timeout=10.0)
+            self.agent.request(member.id, Kind.MEMBERS, record, timeout=timeout)
             for member in self.agent.network.members()
             if member.id != self.info.id
         ]
@@ -126,7 +127,7 @@ class Worker:
             try:
                 wait_for(answer)
             except (RpcTimeout, WorkerLost) as error:
-                _log.info("%s could not be told of this worker: %s", self.info.name, error)
+                _log.info("another worker could not be told of %s: %s", self.info.name, error)
 
     def _on_membership(self, source: int, record: Record | None) -> None:
         if record is None:
@@ -218,16 +219,12 @@ class Worker:
 
     def _leave(self, deadline: float) -> None:
         """Leaves an open group: others may go on."""
-        self._wait_until_idle(deadline)
-        self.references.flush(_left(deadline))
-        self.directory.withdraw()
-        for member in self.agent.network.members():
-            if member.id != self.info.id:
-                answer = self.agent.request(member.id, Kind.MEMBERS, None, timeout=_left(deadline))
-                try:
-                    wait_for(answer)
-                except WorkerLost:
-                    continue  # it has left before us
+        try:
+            self._wait_until_idle(deadline)
+            self.references.flush(_left(deadline), others_stay=True)
+        finally:  # also if that took too long: this worker ends, and its name must be free
+            self.directory.withdraw()
+            self._tell_others(None, timeout=_left(deadline) and max(1.0, _left(deadline)))
 
     def close(self, *, patience: float = _PATIENCE) -> None:
         """Ends at once. What still waits here or elsewhere for this worker fails.
