@@ -1,6 +1,6 @@
 """The names of things that several workers speak of.
 
-A *worker id* is a worker's rank, at most 65535. A *context id* and an *autograd message id* carry
+A *worker id* is a worker's rank, at most 32767. A *context id* and an *autograd message id* carry
 the id of the worker that made them in their upper 16 bits, so workers make them without asking
 each other and everybody can tell where one comes from. An `RRefId` names a remote value, a
 `ForkId` one reference to it; both are (worker that made it, its counter).

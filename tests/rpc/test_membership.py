@@ -161,6 +161,25 @@ def test_a_name_is_given_once_in_an_open_group():
         assert rpc.rpc_sync("worker1:again", whoami) == "worker1:again"
 
 
+def test_the_name_of_a_dead_worker_is_free_in_an_open_group():
+    with cluster(3, open_group=True, graceful=False) as group:
+        rpc.rpc_sync("worker1", whoami)
+        group.kill("worker1")
+        group.start("worker1", 7)
+        group.wait_until_ready("worker1")
+        until(lambda: rpc.get_worker_info("worker1").id == 7)
+        assert rpc.rpc_sync("worker1", whoami) == "worker1"
+        assert rpc.rpc_sync("worker2", ask, ("worker1",)) == "worker1"
+        assert rpc.rpc_sync("worker1", ask, ("worker1",)) == "worker1"
+        group.start("late", 8)
+        group.wait_until_ready("late")
+        assert rpc.rpc_sync("late", ask, ("worker1",)) == "worker1"
+
+
+def ask(name):
+    return rpc.rpc_sync(name, whoami)
+
+
 def try_to_join(name, rank, options, line, size=None):
     try:
         rpc.init_rpc(name, rank=rank, world_size=size, rpc_backend_options=options)

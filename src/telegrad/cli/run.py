@@ -6,6 +6,7 @@ import argparse
 
 from telegrad.cli.command import Command, Parser
 from telegrad.launch import LaunchOptions, Program, launch
+from telegrad.launch.options import MOST_WORKERS
 
 __all__ = ["COMMAND"]
 
@@ -87,8 +88,10 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 1 on, got {text!r}")
+    if not text.isdecimal() or not 1 <= int(text) <= MOST_WORKERS:
+        raise argparse.ArgumentTypeError(
+            f"must be a whole number from 1 to {MOST_WORKERS}, got {text!r}"
+        )
     return int(text)
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from telegrad.ids import MAX_WORKER_ID
 from telegrad.launch.program import Program
 
-__all__ = ["LaunchOptions"]
+__all__ = ["MOST_WORKERS", "LaunchOptions"]
+
+MOST_WORKERS = MAX_WORKER_ID + 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +30,8 @@ class LaunchOptions:
     grace: float = 10.0
 
     def __post_init__(self) -> None:
-        if self.workers < 1:
-            raise ValueError(f"workers must be positive, got {self.workers}")
+        if not 1 <= self.workers <= MOST_WORKERS:
+            raise ValueError(f"workers must be within 1 and {MOST_WORKERS}, got {self.workers}")
         if not 0 <= self.master_port < 1 << 16:
             raise ValueError(f"master_port must be within 0 and 65535, got {self.master_port}")
         if self.grace < 0:

@@ -172,6 +172,11 @@ class Network:
         if peer is not None:
             peer.lose("it has left the group")
 
+    def call_by_name(self, worker: WorkerInfo) -> None:
+        """Of those who had the name of this one, nobody is left."""
+        with self._members_lock:
+            self._ids[worker.name] = worker.id
+
     def members(self) -> list[WorkerInfo]:
         with self._members_lock:
             return [record.info for _, record in sorted(self._records.items())]

@@ -107,13 +107,17 @@ class Worker:
         directory.joined()
 
     def _check_name_is_free(self) -> None:
-        taken = [m for m in self.agent.network.members() if m.name == self.info.name]
-        if len(taken) > 1:
-            others = [m.id for m in taken if m.id != self.info.id]
-            self.directory.withdraw()
-            raise TelegradError(
-                f"RPC worker name {self.info.name!r} is not unique: worker {others[0]} has it"
-            )
+        network, me = self.agent.network, self.info
+        for other in network.members():
+            if other.name == me.name and other.id != me.id:
+                record = self.directory.record_of(other.id)
+                if record is not None and network.answers(record):
+                    self.directory.withdraw()
+                    raise TelegradError(
+                        f"RPC worker name {me.name!r} is not unique: worker {other.id} has it"
+                    )
+                network.forget_member(other.id)  # it is dead, or has left in this moment
+        network.call_by_name(me)
 
     def _tell_others(self, record: Record | None, *, timeout: float) -> None:
         """Tells those who are there that this worker comes, or, by None, that it leaves. One that
