@@ -187,10 +187,10 @@ class Agent:
     def pack_call(
         self, to: int, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | None
     ) -> tuple[bytes, Encoded, int, int]:
-        recorder = self.service.recorder
-        if not is_grad_enabled() and recorder and recorder.current_context() != NO_CONTEXT:
-            with torch.enable_grad():  # what has a history keeps it: only what is computed there
-                return self.pack_call(to, func, args, kwargs)  # has none
+        if not is_grad_enabled() and self._is_in_context():
+            # What has a history keeps it: only what is computed over there has none.
+            with torch.enable_grad():
+                return self.pack_call(to, func, args, kwargs)
         name = name_of(func)
         if name is not None and len(name) < _HEAD_ROOM // 2:
             encoded = self.codec.encode_arguments(args, kwargs, to)
@@ -210,6 +210,10 @@ class Agent:
         if context == NO_CONTEXT:
             return NO_CONTEXT, -1
         return context, recorder.record_send(context, to, encoded.tensors)
+
+    def _is_in_context(self) -> bool:
+        recorder = self.service.recorder
+        return recorder is not None and recorder.current_context() != NO_CONTEXT
 
     def bound_here(self, work: Callable[[Any], None]) -> Callable[[Any], None]:
         """`work`, to be run later in the autograd context of this thread, or in none if it has
