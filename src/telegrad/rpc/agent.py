@@ -141,7 +141,7 @@ class Agent:
                 flags,
             )
         except TelegradError as error:
-            self._take_back_after(error, encoded)
+            self._take_back_after(encoded, error)
             raise
         return self.result(to, frame)
 
@@ -159,25 +159,20 @@ class Agent:
         if is_described_by_arguments(func):  # now: the call must not keep its arguments alive
             what = partial(str, describe_call(func, args))
         call = AsyncCall(self, to, context, what)
-        self.take_back_if_unread(call.future, encoded)
+        call.is_of_program = True
+        self.take_back_if_unread(call, encoded)
         self.dispatch(
             call, Kind.CALL, context, message, (head, encoded.payload), encoded.buffers, timeout
         )
         return call.future
 
-    def take_back_if_unread(self, future: Future[Any], encoded: Encoded) -> None:
+    def take_back_if_unread(self, call: AsyncCall, encoded: Encoded) -> None:
         """References that were packed for a worker end if their message does not reach it.
         Those that were packed before its loss do so by that."""
         if encoded.references:
-            future.add_done_callback(partial(self._take_back_if_failed, encoded))
+            call.on_failure = partial(self._take_back_after, encoded)
 
-    def _take_back_if_failed(self, encoded: Encoded, future: Future[Any]) -> None:
-        try:
-            future.value()
-        except Exception as error:  # noqa: BLE001 - which it is, is looked at
-            self._take_back_after(error, encoded)
-
-    def _take_back_after(self, error: Exception, encoded: Encoded) -> None:
+    def _take_back_after(self, encoded: Encoded, error: Exception) -> None:
         is_unread = isinstance(error, WorkerLost) or (
             isinstance(error, RpcTimeout) and not error.was_sent
         )

@@ -7,8 +7,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from telegrad.errors import RpcTimeout
-from telegrad.rpc.kept_errors import fail
+from telegrad.errors import RpcTimeout, WorkerLost
 from telegrad.rpc.multiplex import PendingCall
 from telegrad.rpc.outcome import as_exception
 from telegrad.rpc.peer import Peer
@@ -27,13 +26,25 @@ _log = logging.getLogger("telegrad.rpc")
 class AsyncCall(PendingCall):
     """A call whose reply settles a future, within the context in which the call was made."""
 
-    __slots__ = ("_agent", "_context", "future", "peer", "seconds", "to", "what")
+    __slots__ = (
+        "_agent",
+        "_context",
+        "future",
+        "is_of_program",
+        "on_failure",
+        "peer",
+        "seconds",
+        "to",
+        "what",
+    )
 
     def __init__(self, agent: Agent, to: int, context: int, what: Callable[[], str]) -> None:
         self._agent = agent
         self._context = context
         self.to = to
         self.what = what
+        self.is_of_program = False  # which should hear of a failure, if that is its own
+        self.on_failure: Callable[[Exception], None] | None = None
         self.seconds = 0.0
         self.deadline = math.inf
         self.peer: Peer | None = None
@@ -53,7 +64,12 @@ class AsyncCall(PendingCall):
                 self._settle(self.future.set_result, value)
 
     def settle_error(self, error: Exception) -> None:
-        self._settle(fail, self.future, error)
+        if self.on_failure is not None:
+            self.on_failure(error)
+        what = ""
+        if self.is_of_program and not isinstance(error, WorkerLost | RpcTimeout):
+            what = f"{self.what()} on worker {self._agent.name_of(self.to)!r}"
+        self._settle(self.future.fail, error, what)
 
     def _settle(self, settle: Callable[..., None], *outcome: Any) -> None:
         try:

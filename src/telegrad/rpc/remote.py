@@ -136,7 +136,7 @@ class RemoteReferences:
             head, encoded, context, message = agent.pack_call(to, func, args, kwargs)
             call = AsyncCall(agent, to, context, lambda: f"remote({describe_function(func)})")
             call.future.add_done_callback(partial(self._created, fork_id))
-            agent.take_back_if_unread(call.future, encoded)
+            agent.take_back_if_unread(call, encoded)
             ids = REMOTE_HEAD.pack(*rref_id, *fork_id, bool(timeout))
             body = (ids, head, encoded.payload)
             agent.dispatch(call, Kind.REMOTE, context, message, body, encoded.buffers, timeout)

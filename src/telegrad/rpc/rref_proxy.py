@@ -62,18 +62,19 @@ def _invoke(
     if mode != "async":
         return _call(rref, mode, name, timeout, args, kwargs, wait_for(type_future))
     result: CallFuture[Any] = CallFuture()
+    what = f"{_describe((None, name))} of worker {rref.owner_name()!r}"
 
     def finish(future: torch.futures.Future[Any]) -> None:
         try:
             result.set_result(future.value())
         except Exception as error:  # noqa: BLE001 whatever it is, it belongs to the caller
-            fail(result, error)
+            result.fail(error, what)
 
     def start(future: torch.futures.Future[Any]) -> None:
         try:
             call = _call(rref, mode, name, timeout, args, kwargs, future.value())
         except Exception as error:  # noqa: BLE001 whatever it is, it belongs to the caller
-            fail(result, error)
+            result.fail(error, what)
         else:
             call.add_done_callback(finish)
 

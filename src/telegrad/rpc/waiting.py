@@ -1,16 +1,23 @@
-"""Waiting for a future in Python, where Ctrl-C is heeded: torch's futures wait in C++."""
+"""Futures of calls: waiting for them, and failures that nobody hears of.
+
+Waiting is done in Python, where Ctrl-C is heeded; torch's own futures wait in C++. And when a call
+has failed and its future goes without that anybody has asked how it ended, the log tells.
+"""
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from torch.futures import Future
 
-from telegrad.rpc.kept_errors import fail
+from telegrad.rpc.kept_errors import again, fail, without_frames
 
 __all__ = ["CallFuture", "wait_for"]
+
+_log = logging.getLogger("telegrad.rpc")
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -28,6 +35,8 @@ def wait_for(future: Future[Any]) -> Any:
 class CallFuture(Future[T]):
     """What comes of a call. Ctrl-C ends a wait for it, and for what `then` makes of it."""
 
+    _failure: _Failure | None = None
+
     def wait(self) -> T:
         if not self.done() and threading.current_thread() is threading.main_thread():
             value: T = wait_for(self)  # only there are signals heeded
@@ -41,7 +50,41 @@ class CallFuture(Future[T]):
             try:
                 outcome.set_result(done.value())
             except Exception as error:  # noqa: BLE001 - whatever it is, it is the outcome
-                fail(outcome, error)
+                outcome.fail(error, "what was to follow a call")
 
         super().then(callback).add_done_callback(finish)
         return outcome
+
+    def fail(self, error: Exception, what: str = "") -> None:
+        """Like `kept_errors.fail`.
+
+        Args:
+            what: has failed: the log tells, if nobody else hears of it. Empty if that is no matter.
+        """
+        if not what:
+            fail(self, error)
+            return
+        failure = _Failure(what, without_frames(error))
+        self._set_unwrap_func(failure.raise_it)
+        self.set_result(failure.error)  # type: ignore[arg-type]
+        self._failure = failure
+
+    def __del__(self) -> None:
+        failure = self._failure
+        if failure is not None and not failure.is_heard:
+            text, error = "%s has failed, and nobody has asked for its result", failure.error
+            _log.error(text, failure.what, exc_info=(type(error), error, None))
+
+
+class _Failure:
+    """How a call has ended, until somebody hears of it. Torch asks it also where the future is one
+    of several that are waited for."""
+
+    def __init__(self, what: str, error: Exception) -> None:
+        self.what = what
+        self.error = error
+        self.is_heard = False
+
+    def raise_it(self, error: Exception) -> None:
+        self.is_heard = True
+        raise again(error)
