@@ -80,9 +80,9 @@ class Unwatched:
                     verdict.count, verdict.key = count, id(leaf)
                     verdicts[id(leaf)] = verdict
             leaves.append(leaf)
-        return not torch.distributed.is_initialized() or not any(
-            needs_grad_field(leaf, True) for leaf in leaves
-        )
+        if not leaves or not torch.distributed.is_initialized():
+            return True
+        return not any(needs_grad_field(leaf, True) for leaf in leaves)
 
     def has_post_hooks(self, node: Any) -> bool:
         """Whether hooks run after the AccumulateGrad node of a leaf, and see its gradient."""

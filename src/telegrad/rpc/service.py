@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import is_grad_enabled
 from torch._C import _set_grad_enabled
 from torch.futures import Future
 
@@ -182,7 +183,7 @@ class Service:
             func, args, kwargs = self.unpack_call(source, frame, 0)
             frame.buffers = []  # a tensor argument's memory is free again when the function is done
             try:
-                if runs_without_gradients(frame):
+                if frame.flags and runs_without_gradients(frame):
                     _set_grad_enabled(False)
                 value = func(*args, **kwargs)
             finally:
@@ -257,11 +258,11 @@ class Service:
         if frame.flags & Flags.NO_ANSWER:
             return
         try:
-            is_recorded = frame.context_id != NO_CONTEXT and not is_of_continuation
-            keeps_histories = is_recorded or not frame.flags & Flags.NO_GRAD
-            if torch.is_grad_enabled() is keeps_histories:
+            if not frame.flags and is_grad_enabled():
                 encoded = self._codec.encode(value, source, root="result")
             else:
+                is_recorded = frame.context_id != NO_CONTEXT and not is_of_continuation
+                keeps_histories = is_recorded or not frame.flags & Flags.NO_GRAD
                 with torch.set_grad_enabled(keeps_histories):
                     encoded = self._codec.encode(value, source, root="result")
             message = -1

@@ -34,6 +34,7 @@ from telegrad.wire.frames import (
     Loan,
     pack_header,
     unpack_header,
+    whole_frame,
 )
 from telegrad.wire.memory import BufferPool
 
@@ -155,7 +156,7 @@ class SocketConnection:
                 message = self._take_message(mailbox)
                 if message is not None:
                     self.reads += 1
-                    return self._unpacked(message)
+                    return whole_frame(message, self._limits)
             elif self._start == self._end:
                 self._patience.look(self._is_readable)
             self._fill(HEADER.size)
@@ -170,13 +171,13 @@ class SocketConnection:
             message = mailbox.take(self._frames_read)
             if message is not None:
                 self.reads += 1
-                return self._unpacked(message)
+                return whole_frame(message, self._limits)
         while self._has_whole_frame():
             mailbox = self._mailbox  # asked after the socket: what was put in before comes before
             message = None if mailbox is None else mailbox.take(self._frames_read)
             if message is not None:
                 self.reads += 1
-                return self._unpacked(message)
+                return whole_frame(message, self._limits)
             frame = self._read_frame()
             if frame is not None:
                 return frame
@@ -266,14 +267,6 @@ class SocketConnection:
             return True
         self._looks += 1
         return not self._looks & 7 and bool(self._is_readable())
-
-    def _unpacked(self, message: bytes) -> Frame:
-        kind, flags, buffer_count, call_id, context_id, message_id, length = unpack_header(
-            message, 0, self._limits
-        )
-        if buffer_count or HEADER.size + length != len(message):
-            raise ProtocolError("a message in a mailbox is not as long as it says")
-        return Frame(kind, flags, call_id, context_id, message_id, message[HEADER.size :], [])
 
     def open_mailbox(self) -> None:
         if self._shared is None or not self._patience.is_on or not has_mailboxes():

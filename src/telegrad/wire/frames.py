@@ -39,12 +39,15 @@ __all__ = [
     "rider_size",
     "split_rider",
     "unpack_header",
+    "whole_frame",
 ]
 
 PROTOCOL_VERSION = 7
 MAGIC = 0x4754  # "TG", read as little-endian
 
 HEADER = struct.Struct("<HBBIqqqI")
+_SIZE = HEADER.size
+_unpack = HEADER.unpack_from
 BUFFER = struct.Struct("<QII")
 
 
@@ -215,3 +218,21 @@ def unpack_header(data: bytes | bytearray | memoryview, offset: int, limits: Lim
     if buffers > limits.max_buffers:
         raise ProtocolError(f"{buffers} buffers are over the limit of {limits.max_buffers}")
     return known, flags, buffers, call_id, context_id, message_id, body
+
+
+def whole_frame(message: bytes, limits: Limits) -> Frame:
+    """A frame without buffers, of which `message` is all.
+
+    Raises:
+        ProtocolError: it is none.
+    """
+    try:
+        magic, number, flags, buffers, call_id, context_id, message_id, length = _unpack(message)
+    except struct.error as error:
+        raise ProtocolError(f"a message is shorter than its header: {error}") from None
+    kind = _KINDS.get(number)
+    is_whole = magic == MAGIC and not buffers and length == len(message) - _SIZE
+    if kind is None or not is_whole or length > limits.max_body:
+        unpack_header(message, 0, limits)  # it knows better what is the matter
+        raise ProtocolError("a message is not as long as it says")
+    return Frame(kind, flags, call_id, context_id, message_id, message[_SIZE:], [])

@@ -100,10 +100,11 @@ def pack_small(
         )
         if size & ALIGNED:
             data.append(_PADDING[-size & ALIGNED])
-        regions.append((address, address + size))
+        if not may_overlap:
+            regions.append((address, address + size))
     count = len(records)
     if count > 1:
-        if count > _MOST or not (may_overlap or _are_separate(regions)):
+        if count > _MOST or not _are_separate(regions):
             return None
         described, held = b"".join(records), b"".join(data)
     elif count:
