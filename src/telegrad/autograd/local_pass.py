@@ -107,11 +107,10 @@ class LocalPass:
         awaited = tuple(self._awaited)
         if len(awaited) == 1:
             sent = self.sends[awaited[0]]
-            if not sent.is_of_leaves:
-                look_ahead(sent)
-                return
-            for node, _ in sent.next_functions:
-                self._is_free(node)
+            look_ahead(sent)
+            if sent.is_of_leaves:
+                for node, _ in sent.next_functions:
+                    self._is_free(node)
 
     def _is_free(self, node: Any) -> bool:
         """Whether a node is a leaf that no hook watches: it never needs to be waited for."""

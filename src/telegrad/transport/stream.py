@@ -89,9 +89,7 @@ class SocketConnection:
         body: Sequence[bytes | memoryview] = (),
         buffers: Sequence[memoryview] = (),
     ) -> None:
-        length = 0
-        for part in body:
-            length += len(part)
+        length = sum(map(len, body))
         header = pack_header(kind, flags, len(buffers), call_id, context_id, message_id, length)
         mailbox = self._mailbox
         if not buffers:
