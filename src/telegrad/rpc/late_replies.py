@@ -7,12 +7,12 @@ until then, and after that can be used again.
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
 from telegrad.errors import ProtocolError
+from telegrad.rpc.waiting_lanes import WaitingLanes
 from telegrad.transport.base import Connection, ConnectionClosed, TransportTimeout
 from telegrad.wire.frames import Frame
 
@@ -27,11 +27,10 @@ class _Awaited(NamedTuple):
     number: int  # of the call
 
 
-class LateReplies:
+class LateReplies(WaitingLanes[_Awaited]):
     """
     Args:
-        is_open: whether a lane has not been ended since.
-        discard, put_back: what becomes of a lane that has ended, and of one whose reply has come.
+        is_open, discard, put_back: see `WaitingLanes`.
         hand_over: gets what reads a reply. That may block, and returns None if it does not come.
     """
 
@@ -42,32 +41,21 @@ class LateReplies:
         put_back: Callable[[Connection], None],
         hand_over: Callable[[Callable[[], Frame | None]], None],
     ) -> None:
-        self._is_open = is_open
-        self._discard = discard
-        self._put_back = put_back
+        super().__init__(is_open, discard, put_back)
         self._hand_over = hand_over
-        self._awaited: collections.deque[_Awaited] = collections.deque()
-
-    def __len__(self) -> int:
-        return len(self._awaited)
 
     def keep(self, lane: Connection, number: int) -> None:
         """Somebody gave up waiting for the reply of this number."""
-        if len(self._awaited) >= _MOST:
-            try:
-                self._discard(self._awaited.popleft().lane)
-            except IndexError:
-                pass  # they have all come in this moment
+        if len(self) >= _MOST:
+            oldest = next(self._taken(), None)
+            if oldest is not None:
+                self._discard(oldest.lane)
         lane.set_timeout(_SECONDS)
         self._go_on(_Awaited(lane, number))
 
     def look(self) -> None:
         """Hands over those that have come. Does not block."""
-        for _ in range(len(self._awaited)):
-            try:
-                awaited = self._awaited.popleft()
-            except IndexError:
-                return
+        for awaited in self._taken():
             try:
                 has_come = awaited.lane.poll()
             except (ConnectionClosed, TransportTimeout, ProtocolError):
@@ -77,19 +65,6 @@ class LateReplies:
                 self._hand_over(partial(self._receive, awaited))
             else:
                 self._go_on(awaited)
-
-    def give_up(self) -> set[Connection]:
-        """Awaits none of them any more; returns their lanes."""
-        lanes = set()
-        while self._awaited:
-            lanes.add(self._awaited.popleft().lane)
-        return lanes
-
-    def _go_on(self, awaited: _Awaited) -> None:
-        if self._is_open(awaited.lane):
-            self._awaited.append(awaited)
-        else:
-            awaited.lane.close()
 
     def _receive(self, awaited: _Awaited) -> Frame | None:
         lane = awaited.lane
