@@ -124,6 +124,21 @@ def test_it_can_be_taken_back_and_done_again():
     """)
 
 
+def test_torchs_own_runs_after_uninstall():
+    run("""
+        import sys, tempfile, telegrad
+        telegrad.install()
+        telegrad.uninstall()
+        # Nobody has asked for it, and it would replace the enumeration of backends.
+        assert "torch.distributed.rpc._testing.faulty_agent_backend_registry" not in sys.modules
+        import torch.distributed.rpc as rpc
+        options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{tempfile.mktemp()}")
+        rpc.init_rpc("worker0", rank=0, world_size=1, rpc_backend_options=options)
+        assert rpc.rpc_sync("worker0", abs, args=(-1,)) == 1
+        rpc.shutdown()
+    """)
+
+
 @pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
 def test_children_follow(method):
     """The program installs nothing: its parent has, and is not asked again."""

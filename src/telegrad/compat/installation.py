@@ -1,8 +1,8 @@
 """Puts telegrad's modules in the place of torch's, and takes them away again.
 
 Two things happen. `sys.modules` gets telegrad's modules under torch's names, so every import from
-now on finds them; those whose package nobody has imported yet are found when somebody does, since
-the import system binds a module in its package only as it loads it. And every module that is loaded
+now on finds them; those that nobody has imported yet are found when somebody does, since the import
+system binds a module in its package only as it loads it. And every module that is loaded
 already is looked through for names bound to what was torch's (`from torch.distributed.rpc import
 rpc_sync` at the top of a program, `RRef` inside torch's DistributedDataParallel and TorchScript
 compiler): they are bound to telegrad's. What is kept elsewhere, in a closure or as an attribute of
@@ -74,7 +74,7 @@ class _Binding(NamedTuple):
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds telegrad's modules under torch's names, for packages that are imported later."""
+    """Finds telegrad's modules under torch's names, when somebody asks for them."""
 
     def __init__(self) -> None:
         self.modules: dict[str, types.ModuleType] = {}
@@ -141,13 +141,12 @@ def install() -> None:
         ours = {name: importlib.import_module(own) for name, own in _REPLACED.items()}
         for name, module in ours.items():
             loaded = sys.modules.get(name)
-            if loaded is not None:
+            if loaded is None:
+                new.finder.modules[name] = module
+            else:
                 new.modules[name] = loaded
-            if name.rpartition(".")[0] in sys.modules:
                 sys.modules[name] = module
                 _bind_in_parent(name, module)
-            else:
-                new.finder.modules[name] = module
         sys.meta_path.insert(0, new.finder)
         new.bindings = _rebind(_replacements(new.modules, ours) | _future_functions() | _profiler())
         children.follow()
@@ -172,28 +171,20 @@ def uninstall() -> None:
         children.unfollow()
         sys.meta_path.remove(old.finder)
         ours = {name: importlib.import_module(own) for name, own in _REPLACED.items()}
-        for name in ours:
+        # Only these: some of torch's change others as they are imported.
+        asked_for = [name for name in ours if name in sys.modules]
+        for name in asked_for:
             if name in old.modules:
                 sys.modules[name] = old.modules[name]
                 _bind_in_parent(name, old.modules[name])
             else:
-                sys.modules.pop(name, None)
+                del sys.modules[name]
         for binding in reversed(old.bindings):
             setattr(binding.module, binding.name, binding.original)
         # What was imported in the meantime holds telegrad's: give it torch's.
-        torchs = {name: _module_or_none(name) for name in ours}
-        back = {name: module for name, module in torchs.items() if module is not None}
+        back = {name: importlib.import_module(name) for name in asked_for}
         _rebind(_replacements(ours, back, places=("telegrad.",)))
         _installed = None
-
-
-def _module_or_none(name: str) -> types.ModuleType | None:
-    package = ".".join(name.split(".")[:3])  # torch.distributed.nn, say
-    if package not in sys.modules:
-        return None  # nobody asked for it: it will be torch's when somebody does
-    module = importlib.import_module(name)
-    _bind_in_parent(name, module)
-    return module
 
 
 def _refuse_if_torch_runs() -> None:
