@@ -54,6 +54,31 @@ def test_it_takes_the_places_of_torchs_modules():
     """)
 
 
+def test_packages_that_are_imported_later_know_their_parts():
+    run("""
+        import sys, torch, telegrad
+        telegrad.install()
+        assert "torch.distributed.nn" not in sys.modules  # or else this proves nothing
+        assert "torch.distributed.optim" not in sys.modules
+        import torch.distributed.nn.api.remote_module as remote_module
+        import torch.distributed.optim.optimizer as optimizer
+        assert torch.distributed.nn.api.remote_module is remote_module
+        assert torch.distributed.nn.RemoteModule is remote_module.RemoteModule
+        assert torch.distributed.optim.optimizer is optimizer
+        assert torch.distributed.optim.DistributedOptimizer is optimizer.DistributedOptimizer
+        for module in (remote_module, optimizer):
+            assert module.__name__ == module.__spec__.name
+            assert module.__name__.startswith("telegrad."), module
+        finders = list(sys.meta_path)
+        telegrad.uninstall()
+        assert len(sys.meta_path) == len(finders) - 1
+        assert remote_module.__name__ == "torch.distributed.nn.api.remote_module"
+        assert torch.distributed.nn.api.remote_module is remote_module
+        assert torch.distributed.optim.optimizer is optimizer
+        assert optimizer.DistributedOptimizer.__module__.startswith("torch.")
+    """)
+
+
 def test_what_was_imported_before_is_replaced_too():
     run("""
         import torch.distributed.rpc as rpc
@@ -96,6 +121,21 @@ def test_it_can_be_taken_back_and_done_again():
             import torch.distributed.rpc
             assert torch.distributed.rpc is sys.modules["torch.distributed.rpc"]
             assert torch.distributed.rpc.__name__ == "torch.distributed.rpc"
+    """)
+
+
+def test_torchs_own_runs_after_uninstall():
+    run("""
+        import sys, tempfile, telegrad
+        telegrad.install()
+        telegrad.uninstall()
+        # Nobody has asked for it, and it would replace the enumeration of backends.
+        assert "torch.distributed.rpc._testing.faulty_agent_backend_registry" not in sys.modules
+        import torch.distributed.rpc as rpc
+        options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{tempfile.mktemp()}")
+        rpc.init_rpc("worker0", rank=0, world_size=1, rpc_backend_options=options)
+        assert rpc.rpc_sync("worker0", abs, args=(-1,)) == 1
+        rpc.shutdown()
     """)
 
 

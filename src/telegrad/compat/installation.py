@@ -1,22 +1,27 @@
 """Puts telegrad's modules in the place of torch's, and takes them away again.
 
 Two things happen. `sys.modules` gets telegrad's modules under torch's names, so every import from
-now on finds them. And every module that is loaded already is looked through for names bound to what
-was torch's (`from torch.distributed.rpc import rpc_sync` at the top of a program, `RRef` inside
-torch's DistributedDataParallel and TorchScript compiler): they are bound to telegrad's. What is
-kept elsewhere, in a closure or as an attribute of an object, is not found: call `install()` before.
+now on finds them; those that nobody has imported yet are found when somebody does, since the import
+system binds a module in its package only as it loads it. And every module that is loaded
+already is looked through for names bound to what was torch's (`from torch.distributed.rpc import
+rpc_sync` at the top of a program, `RRef` inside torch's DistributedDataParallel and TorchScript
+compiler): they are bound to telegrad's. What is kept elsewhere, in a closure or as an attribute of
+an object, is not found: call `install()` before.
 
-(Rejected: an import hook, which comes too late, since `import torch` itself imports torch's RPC;
-filling torch's own module objects with telegrad's functions, which then would not see what a
+(Rejected: an import hook for all, which comes too late, since `import torch` itself imports torch's
+RPC; filling torch's own module objects with telegrad's functions, which then would not see what a
 program sets on those modules.)
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.abc
+import importlib.machinery
 import sys
 import threading
 import types
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from telegrad.compat import children, futures
@@ -68,12 +73,37 @@ class _Binding(NamedTuple):
     original: Any
 
 
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds telegrad's modules under torch's names, when somebody asks for them."""
+
+    def __init__(self) -> None:
+        self.modules: dict[str, types.ModuleType] = {}
+        self._own_specs: dict[str, importlib.machinery.ModuleSpec | None] = {}
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname not in self.modules:
+            return None
+        return importlib.machinery.ModuleSpec(fullname, self)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        module = self.modules[spec.name]
+        self._own_specs[module.__name__] = module.__spec__
+        return module
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """It has run long ago. What the import system has changed is put right."""
+        module.__spec__ = self._own_specs[module.__name__]
+
+
 class _Installed:
     """What `uninstall` needs."""
 
     def __init__(self) -> None:
         self.modules: dict[str, types.ModuleType] = {}  # torch's own, where they had been loaded
         self.bindings: list[_Binding] = []
+        self.finder = _Finder()
 
 
 _installed: _Installed | None = None
@@ -111,10 +141,13 @@ def install() -> None:
         ours = {name: importlib.import_module(own) for name, own in _REPLACED.items()}
         for name, module in ours.items():
             loaded = sys.modules.get(name)
-            if loaded is not None:
+            if loaded is None:
+                new.finder.modules[name] = module
+            else:
                 new.modules[name] = loaded
-            sys.modules[name] = module
-            _bind_in_parent(name, module)
+                sys.modules[name] = module
+                _bind_in_parent(name, module)
+        sys.meta_path.insert(0, new.finder)
         new.bindings = _rebind(_replacements(new.modules, ours) | _future_functions() | _profiler())
         children.follow()
         _installed = new
@@ -136,29 +169,22 @@ def uninstall() -> None:
         if current.is_set():
             raise RuntimeError("RPC is running on telegrad: call shutdown() before uninstall()")
         children.unfollow()
+        sys.meta_path.remove(old.finder)
         ours = {name: importlib.import_module(own) for name, own in _REPLACED.items()}
-        for name in ours:
+        # Only these: some of torch's change others as they are imported.
+        asked_for = [name for name in ours if name in sys.modules]
+        for name in asked_for:
             if name in old.modules:
                 sys.modules[name] = old.modules[name]
                 _bind_in_parent(name, old.modules[name])
             else:
-                sys.modules.pop(name, None)
+                del sys.modules[name]
         for binding in reversed(old.bindings):
             setattr(binding.module, binding.name, binding.original)
         # What was imported in the meantime holds telegrad's: give it torch's.
-        torchs = {name: _module_or_none(name) for name in ours}
-        back = {name: module for name, module in torchs.items() if module is not None}
+        back = {name: importlib.import_module(name) for name in asked_for}
         _rebind(_replacements(ours, back, places=("telegrad.",)))
         _installed = None
-
-
-def _module_or_none(name: str) -> types.ModuleType | None:
-    package = ".".join(name.split(".")[:3])  # torch.distributed.nn, say
-    if package not in sys.modules:
-        return None  # nobody asked for it: it will be torch's when somebody does
-    module = importlib.import_module(name)
-    _bind_in_parent(name, module)
-    return module
 
 
 def _refuse_if_torch_runs() -> None:
