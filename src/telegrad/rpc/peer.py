@@ -314,13 +314,21 @@ class Peer:
             connection = self._connect(self, Purpose.MULTIPLEX, seconds)
             multiplex = self._new_multiplex(self, connection)
             self.add(connection)
-            self.adopt(multiplex)
+            try:
+                self.adopt(multiplex)
+            except ConnectionClosed as error:
+                self.remove(connection)
+                raise self.unreachable(error) from None
             return multiplex
         finally:
             self._opening_lock.release()
 
     def adopt(self, multiplex: Multiplex) -> None:
-        """Takes a multiplex into use; one that the peer has opened serves both ways."""
+        """Takes a multiplex into use; one that the peer has opened serves both ways.
+
+        Raises:
+            ConnectionClosed: it cannot be read.
+        """
         with self._connections_lock:
             self._multiplexes = [m for m in self._multiplexes if not m.is_closed] + [multiplex]
             self._liveness.handle(Connected(), time.monotonic())
