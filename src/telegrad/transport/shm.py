@@ -33,6 +33,7 @@ overwritten in the moment when a connection ends costs no more than the segment.
 from __future__ import annotations
 
 import fcntl
+import itertools
 import mmap
 import os
 import sys
@@ -56,6 +57,10 @@ SHARE_FROM = 1 << 16
 _MOST_SEGMENTS = (
     64  # lent to one peer: each costs both sides a descriptor for as long as it is used
 )
+
+# Of all segments that this process has lent to anybody. A peer that was lost may be back before it
+# has read all that was sent to it, and must not find one of these in the place of another.
+_numbers = itertools.count(1)
 
 _FREE, _LENT, _RETIRED, _HANDED, _KEPT, _LOST = range(6)
 _DATA = mmap.PAGESIZE  # the state has the first page to itself, data begins page-aligned
@@ -173,7 +178,6 @@ class SharedMemory:
         self._own: dict[int, _Segment] = {}
         self._theirs: dict[int, mmap.mmap] = {}
         self._spares: dict[_Loan, None] = {}  # changes by single steps, also in the collector
-        self._count = 0
         self._closed = False
         self._refused = False  # the system has no memory for segments: stop asking
         leave_at_fork(self)
@@ -225,9 +229,8 @@ class SharedMemory:
         if best is None:
             if len(self._own) >= _MOST_SEGMENTS:
                 return None
-            self._count += 1
             try:
-                best = _Segment(self._count, size_class(length))
+                best = _Segment(next(_numbers), size_class(length))
             except OSError:
                 # No memory or descriptors for it: the socket still works. Not asked again, so that
                 # a starved machine does not pay for the attempt at every message.
