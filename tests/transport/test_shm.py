@@ -11,9 +11,16 @@ import time
 from multiprocessing.reduction import DupFd
 
 import pytest
-from memory_pair import LARGE, borrowing, descriptors, segment_descriptor, sharing
+from memory_pair import (
+    LARGE,
+    borrowing,
+    descriptors,
+    few_descriptors,
+    segment_descriptor,
+    sharing,
+)
 
-from telegrad.errors import ProtocolError
+from telegrad.errors import ProtocolError, SerializationError
 from telegrad.testing.cluster import processes
 from telegrad.testing.transport_contract import Background
 from telegrad.transport import shm
@@ -41,6 +48,42 @@ def test_what_was_lent_before_a_loss_is_not_taken_for_what_is_lent_after_it(pair
     (second,) = pair.ends[1].receive().buffers
     assert bytes(second) == bytes([2]) * LARGE
     after.close()
+
+
+@pytest.mark.parametrize("left", [0, 1, 2, 3])
+def test_a_message_without_room_for_its_descriptors_is_unread_and_the_next_ones_are_read(
+    pair, left
+):
+    sender, receiver = pair.ends
+    contents = [bytes([number]) * LARGE for number in range(4)]
+    for parts in (contents[:3], contents[3:]):  # the second has a descriptor of its own
+        sender.send(Kind.CALL, buffers=[memoryview(part) for part in parts])
+    with few_descriptors(left):
+        unread = receiver.receive()
+        with pytest.raises(SerializationError, match="no file descriptor"):
+            len(unread.buffers)
+    (last,) = receiver.receive().buffers
+    assert bytes(last) == contents[3]
+    declined = pair.borrower.take_declined()
+    assert declined
+    pair.lender.abandon(declined)  # as its process does when it hears of that
+    del unread, last
+    assert all(segment.mapping[0] == shm._FREE for segment in pair.lender._own.values())
+    (again,) = pair.send(contents[0])
+    assert bytes(again) == contents[0]
+
+
+def test_a_lender_without_descriptors_streams_and_shares_again_later(pair):
+    with few_descriptors():
+        sending = Background(
+            lambda: pair.ends[0].send(Kind.CALL, buffers=[memoryview(bytes(LARGE))])
+        )
+        assert bytes(pair.ends[1].receive().buffers[0]) == bytes(LARGE)
+        sending.result()
+    assert not pair.lender._own
+    pair.lender.trim(time.monotonic())
+    pair.send(bytes(LARGE))
+    assert len(pair.lender._own) == 1
 
 
 def test_a_segment_is_used_again_when_its_buffer_has_died(pair):
@@ -238,7 +281,7 @@ def test_a_segment_without_room_is_refused(size):
 def test_something_else_than_memory_is_refused():
     with borrowing() as memory:
         for number in os.pipe():
-            with pytest.raises(ProtocolError, match="cannot be mapped"):
+            with pytest.raises(ProtocolError, match="is not sealed"):
                 memory.learn(1, number)
         with pytest.raises(ProtocolError):
             memory.learn(1, os.open("/dev/null", os.O_RDONLY))

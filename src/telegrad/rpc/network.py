@@ -396,6 +396,8 @@ class Network:
             peer.lose("it has shut down")
         elif frame.kind is Kind.PING:
             self.work.submit(partial(_pong, multiplex))
+        elif frame.kind is Kind.DECLINED:
+            peer.declined(frame.body)
         else:
             name = self._function_in(frame)
             run = partial(self._serve_timed, name, peer.info.id, frame, multiplex.send)
@@ -436,8 +438,8 @@ class Network:
         for peer in self.peers():
             if peer.tick(now):
                 self.work.submit(peer.ping)
-            if trims:
-                peer.trim(now)
+            if trims and peer.trim(now):
+                self.work.submit(peer.decline)
         if trims:
             self._trimmed_at = now
             self._memory_pool.trim(now)

@@ -179,7 +179,8 @@ class SharedMemory:
         self._theirs: dict[int, mmap.mmap] = {}
         self._spares: dict[_Loan, None] = {}  # changes by single steps, also in the collector
         self._closed = False
-        self._refused = False  # the system has no memory for segments: stop asking
+        self._refused = False  # the system has no memory for segments: stop asking for a while
+        self._declined: list[int] = []  # the peer's that could not be taken, and it does not know
         leave_at_fork(self)
 
     def lend(self, data: memoryview) -> Placed | None:
@@ -232,8 +233,8 @@ class SharedMemory:
             try:
                 best = _Segment(next(_numbers), size_class(length))
             except OSError:
-                # No memory or descriptors for it: the socket still works. Not asked again, so that
-                # a starved machine does not pay for the attempt at every message.
+                # No memory or descriptors for it: the socket still works. Not asked again before
+                # the next `trim`: a starved machine should not pay for it at every message.
                 self._refused = True
                 return None
             self._own[best.number] = best
@@ -279,6 +280,20 @@ class SharedMemory:
         with self._lock:
             self._theirs[segment] = mapping
 
+    def decline(self, segment: int) -> None:
+        with self._lock:
+            self._declined.append(segment)
+
+    @property
+    def has_declined(self) -> bool:
+        return bool(self._declined)
+
+    def take_declined(self) -> list[int]:
+        """Those of the peer's segments that it has to be told of: it may drop them."""
+        with self._lock:
+            declined, self._declined = self._declined, []
+        return declined
+
     def borrow(self, segment: int, length: int) -> tuple[Any, _Loan]:
         with self._lock:
             mapping = self._theirs.get(segment)
@@ -290,6 +305,7 @@ class SharedMemory:
     def trim(self, now: float) -> None:
         """Lets go of segments that have been free for a while, or are over the limit."""
         with self._lock:
+            self._refused = False
             for number, mapping in list(self._theirs.items()):
                 if mapping[0] == _RETIRED:
                     del self._theirs[number]
@@ -353,14 +369,20 @@ def map_sealed(descriptor: int) -> mmap.mmap:
     """Maps another process's memory, and closes the descriptor.
 
     Raises:
+        OSError: the system has no memory or descriptor for it.
         ProtocolError: it is not what `sealed_memory` makes.
     """
     try:
-        if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+        try:
+            is_sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+        except OSError:
+            is_sealed = False
+        if not is_sealed:
             raise ProtocolError("a shared-memory segment is not sealed")
-        return _map(descriptor, os.fstat(descriptor).st_size)
-    except (OSError, ValueError) as error:
-        raise ProtocolError(f"a shared-memory segment cannot be mapped: {error}") from None
+        try:
+            return _map(descriptor, os.fstat(descriptor).st_size)
+        except ValueError as error:
+            raise ProtocolError(f"a shared-memory segment cannot be mapped: {error}") from None
     finally:
         os.close(descriptor)
 
