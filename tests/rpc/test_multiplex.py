@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 
@@ -149,6 +150,40 @@ def test_a_stuck_reader_is_replaced_and_leaves_when_it_is_free(link):
         time.sleep(0.001)
 
 
+def no_thread(*_):
+    raise RuntimeError("can't start new thread")  # as the system's refusal is told
+
+
+def test_a_stuck_reader_goes_on_if_there_is_no_thread_in_its_place(link, monkeypatch):
+    multiplex, there = link
+    begun, release = threading.Event(), threading.Event()
+    stuck = Call(on_reply=lambda: (begun.set(), release.wait(PATIENCE)))
+    next_one = Call()
+    multiplex.expect(1, stuck)
+    multiplex.expect(2, next_one)
+    there.send(Kind.REPLY, call_id=1)
+    there.send(Kind.REPLY, call_id=2)
+    assert begun.wait(PATIENCE)
+    with monkeypatch.context() as scarce:
+        scarce.setattr(threading, "_start_new_thread", no_thread)
+        multiplex.tick(time.monotonic() + 1.0)
+    release.set()
+    assert next_one.settled.wait(PATIENCE)
+    assert len(multiplex._readers) == 1
+
+
+def test_a_connection_that_nothing_can_read_is_closed(monkeypatch):
+    with joined(InprocTransport()) as (here, there):
+        multiplex = Multiplex(here, "test", print, print, lambda: None, run_soon)
+        monkeypatch.setattr(threading, "_start_new_thread", no_thread)
+        with pytest.raises(ConnectionClosed, match="can't start new thread"):
+            multiplex.start()
+        assert multiplex.is_closed
+        with pytest.raises(ConnectionClosed):
+            there.receive()
+        multiplex.join(PATIENCE)
+
+
 def test_readers_never_read_at_once(link):
     """However the clock's look falls between two frames, there is one reader."""
     multiplex, there = link
@@ -229,3 +264,43 @@ def test_a_callback_of_a_late_call_does_not_stop_the_clock(to):
         assert time.monotonic() - begun < 0.9
         release.set()
         assert held_up.wait()
+
+
+@contextlib.contextmanager
+def no_threads(worker):
+    """While this runs, the system gives the worker no thread."""
+    rpc.rpc_sync(worker, give_threads, (False,))
+    try:
+        yield
+    finally:
+        rpc.rpc_sync(worker, give_threads, (True,))
+
+
+_start_new_thread = threading._start_new_thread
+
+
+def give_threads(yes):
+    threading._start_new_thread = _start_new_thread if yes else no_thread
+
+
+def test_calls_wait_for_a_thread_and_the_worker_is_not_lost():
+    with cluster(2):
+        reference = rpc.remote("worker1", add, (1, 2))
+        rpc.rpc_sync("worker1", add, (1, 2))
+        for worker in ("worker1", "worker0"):
+            with no_threads(worker):
+                futures = [rpc.rpc_async(worker, sleep, (0.01,)) for _ in range(4)]
+                assert torch.futures.wait_all(futures) == [None] * 4
+        assert reference.to_here() == 3
+
+
+def test_a_worker_that_has_no_thread_for_a_connection_says_so_and_is_reached_later():
+    with cluster(2):
+        give_threads(False)
+        try:
+            with pytest.raises(WorkerLost, match=r"worker1.*can't start new thread"):
+                rpc.rpc_sync("worker1", add, (1, 2))
+        finally:
+            give_threads(True)
+        assert rpc.rpc_sync("worker1", add, (1, 2)) == 3
+        assert rpc.rpc_async("worker1", add, (1, 2)).wait() == 3

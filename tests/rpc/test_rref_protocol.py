@@ -497,6 +497,19 @@ def test_a_parent_stops_waiting_for_a_child_whose_worker_died():
     assert kinds(machine.handle(WorkerDied(worker=B), 0.0)) == [Kind.RREF_DELETE]
 
 
+def test_a_child_that_loses_its_owner_releases_a_parent_that_has_not():
+    """The owner stood still, and its loss is noticed by one worker after it has come back to the
+    other: the parent would wait for ever."""
+    child = user_after(FORKED)
+    effects = child.handle(LOST, 1.0)
+    (told,) = [effect for effect in effects if isinstance(effect, Send)]
+    assert (told.to, told.message.kind) == (B, Kind.RREF_CHILD_ACCEPTED)
+    child.handle(DIED, 1.0)
+    assert not child.is_empty()  # it is told again until it has heard
+    child.handle(message(Kind.RREF_CHILD_ACKNOWLEDGED, B, FORK), 2.0)
+    assert child.is_empty()
+
+
 def test_unanswered_messages_are_sent_again_at_growing_intervals_until_answered():
     machine = user_after(STARTED, CONFIRMED, DIED)
     times = []

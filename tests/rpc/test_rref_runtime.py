@@ -502,6 +502,7 @@ def test_an_owners_loss_fails_its_users_with_worker_lost(cluster):
             reference.to_here()
     with pytest.raises(WorkerLost):
         rref._serialize()
+    cluster.settle()  # the child's worker tells its parent, which may not have lost the owner
     sent = cluster.network.sent.total()
     del rref, child, reference
     cluster.settle()

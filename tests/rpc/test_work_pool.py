@@ -28,6 +28,10 @@ def until(condition):
         time.sleep(0.001)
 
 
+def no_thread(*_):
+    raise RuntimeError("can't start new thread")  # as the system's refusal is told
+
+
 def test_tasks_run_and_the_pool_is_idle_again(pool):
     ran = []
     for number in range(100):
@@ -97,15 +101,44 @@ def test_a_failing_task_ends_itself_only(pool, caplog):
     assert "a task failed outside of its call" in caplog.text
 
 
-def test_threads_go_away_when_there_is_nothing_to_do(monkeypatch):
+def test_threads_but_one_go_away_when_there_is_nothing_to_do(monkeypatch):
     monkeypatch.setattr(work_pool, "_IDLE_SECONDS", 0.02)
     pool = WorkPool("test", 2, lambda: None)
-    pool.submit(lambda: None)
-    until(lambda: not pool._threads)
+    together = threading.Barrier(2)
+    for _ in range(2):
+        pool.submit(lambda: together.wait(PATIENCE))
+    until(lambda: len(pool._threads) == 2)
+    until(lambda: len(pool._threads) == 1)
     done = threading.Event()
     pool.submit(done.set)
     assert done.wait(PATIENCE)
     pool.close(PATIENCE)
+
+
+def test_tasks_wait_while_the_system_gives_no_thread(pool, monkeypatch, caplog):
+    done = threading.Event()
+    with monkeypatch.context() as scarce:
+        scarce.setattr(threading, "_start_new_thread", no_thread)
+        pool.submit(done.set)
+        pool.tick()
+        pool.tick()
+        assert not pool._threads
+    assert [record.getMessage() for record in caplog.records] == [
+        "test: calls wait for a thread to run on: can't start new thread"
+    ]
+    pool.tick()
+    assert done.wait(PATIENCE)
+    until(lambda: pool.is_idle)
+
+
+def test_the_thread_that_stays_runs_tasks_when_the_system_gives_no_other(pool, monkeypatch):
+    pool.start()
+    monkeypatch.setattr(threading, "_start_new_thread", no_thread)
+    ran = []
+    for number in range(20):
+        pool.submit(lambda number=number: ran.append(number))
+    until(lambda: pool.is_idle)
+    assert ran == list(range(20))
 
 
 def test_arguments_die_with_their_task(pool):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import resource
 
 from telegrad.testing.transport_contract import joined
 from telegrad.transport import shm
@@ -49,6 +50,25 @@ def sharing():
 
 def descriptors():
     return set(os.listdir("/proc/self/fd"))
+
+
+@contextlib.contextmanager
+def few_descriptors(left=0):
+    """While this runs, the process gets only so many more of them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held = []
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, descriptors())) + 50, hard))
+        with contextlib.suppress(OSError):
+            while True:
+                held.append(os.open("/dev/null", os.O_RDONLY))
+        for _ in range(left):
+            os.close(held.pop())
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for descriptor in held:
+            os.close(descriptor)
 
 
 def segment_descriptor(size=LARGE, seals=shm._SEALS):

@@ -263,13 +263,14 @@ def test_a_connection_remembers_only_what_is_on_its_way(pair):
 
 def test_only_what_was_lent_is_taken_back(pair):
     pair.send(bytes(LARGE))
+    (number,) = pair.lender._own
     with pytest.raises(ProtocolError, match="was not lent"):
-        pair.lender.take_back(1, LARGE)  # given back, but not handed back
+        pair.lender.take_back(number, LARGE)  # given back, but not handed back
     with pytest.raises(ProtocolError, match="was not lent"):
-        pair.lender.take_back(2, LARGE)
-    pair.lender._own[1].mapping[0] = shm._HANDED
+        pair.lender.take_back(number + 1, LARGE)
+    pair.lender._own[number].mapping[0] = shm._HANDED
     with pytest.raises(ProtocolError, match="too small"):
-        pair.lender.take_back(1, 2 * LARGE)
+        pair.lender.take_back(number, 2 * LARGE)
 
 
 def test_a_loan_ends_once_whoever_is_first():

@@ -13,6 +13,7 @@ import threading
 import time
 
 import pytest
+from memory_pair import few_descriptors
 
 from telegrad.errors import ProtocolError
 from telegrad.testing.transport_contract import joined
@@ -186,6 +187,21 @@ def test_a_frame_that_comes_too_late_to_wake_anybody_is_no_message():
         assert one.poll()
         assert one.has_more()
         assert one.receive().kind is Kind.PONG
+
+
+def test_an_end_that_has_no_descriptor_for_it_gets_everything_by_the_socket():
+    with connections() as (here, there):
+        for number in range(3):
+            here.send(Kind.CALL, call_id=number)
+        with few_descriptors():
+            assert there.receive().call_id == 0
+        assert there._mailbox is None
+        assert [there.receive().call_id for _ in range(2)] == [1, 2]
+        for number in range(3):
+            there.send(Kind.REPLY, call_id=number)
+            assert here.receive().call_id == number
+            here.send(Kind.CALL, call_id=number)
+            assert there.receive().call_id == number
 
 
 def test_the_end_of_the_other_side_ends_a_look():

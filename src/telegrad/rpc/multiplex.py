@@ -86,7 +86,16 @@ class Multiplex:
         self.heard_at = time.monotonic()
 
     def start(self) -> None:
-        self._start_reader()
+        """
+        Raises:
+            ConnectionClosed: there is no thread to read it; it is closed then.
+        """
+        try:
+            self._start_reader()
+        except RuntimeError as error:
+            self._is_closed = True
+            self._connection.close()
+            raise ConnectionClosed(f"nothing can read it: {error}") from None
 
     def send(
         self,
@@ -130,7 +139,10 @@ class Multiplex:
             self._expire(now)
         busy = self._busy_since
         if busy and now - busy > _STUCK_AFTER and not self._is_closed:
-            self._start_reader(instead_of_one_busy_since=busy)
+            try:
+                self._start_reader(instead_of_one_busy_since=busy)
+            except RuntimeError:
+                pass  # no thread to be had: the next tick tries again
 
     def _expire(self, now: float) -> None:
         self._next_deadline = float("inf")  # calls added from now on lower it themselves
@@ -157,10 +169,16 @@ class Multiplex:
         with self._reader_lock:
             if self._busy_since != instead_of_one_busy_since:
                 return  # it has come free in this moment, and reads on
+            former = self._reader
             self._busy_since = 0.0
             self._reader = thread
             self._readers.add(thread)
-            thread.start()  # one that is in the set can be joined
+            try:
+                thread.start()  # one that is in the set can be joined
+            except RuntimeError:
+                self._busy_since, self._reader = instead_of_one_busy_since, former
+                self._readers.discard(thread)
+                raise
 
     def _read(self) -> None:
         self._on_thread_start()

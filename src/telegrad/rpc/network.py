@@ -140,6 +140,7 @@ class Network:
         )
 
     def start(self) -> None:
+        self.work.start()
         self._door.open()
         self.clock.start()
 
@@ -351,7 +352,11 @@ class Network:
         if self._is_closing:
             connection.interrupt()  # too late: nobody else would end it any more
         if identity.purpose is Purpose.MULTIPLEX:
-            peer.adopt(self._new_multiplex(peer, connection))
+            try:
+                peer.adopt(self._new_multiplex(peer, connection))
+            except ConnectionClosed as error:
+                peer.remove(connection)
+                self._door.complain(f"a connection could not be served: {error}")
         else:
             self._serve_lane(peer, connection)
 
@@ -391,6 +396,8 @@ class Network:
             peer.lose("it has shut down")
         elif frame.kind is Kind.PING:
             self.work.submit(partial(_pong, multiplex))
+        elif frame.kind is Kind.DECLINED:
+            peer.declined(frame.body)
         else:
             name = self._function_in(frame)
             run = partial(self._serve_timed, name, peer.info.id, frame, multiplex.send)
@@ -431,8 +438,8 @@ class Network:
         for peer in self.peers():
             if peer.tick(now):
                 self.work.submit(peer.ping)
-            if trims:
-                peer.trim(now)
+            if trims and peer.trim(now):
+                self.work.submit(peer.decline)
         if trims:
             self._trimmed_at = now
             self._memory_pool.trim(now)
@@ -473,8 +480,8 @@ class Network:
 
         thread = threading.Thread(target=run, name=f"{self.info.name}-{role}", daemon=True)
         with self._threads_lock:
-            self._threads.add(thread)
-            thread.start()  # one that is in the set can be joined
+            thread.start()
+            self._threads.add(thread)  # it waits for the lock before it takes itself out
 
 
 def _to_nobody(*parts: object) -> None:

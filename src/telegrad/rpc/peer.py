@@ -17,6 +17,7 @@ A peer that is lost comes back as soon as it can be connected to again, under th
 from __future__ import annotations
 
 import itertools
+import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -314,13 +315,21 @@ class Peer:
             connection = self._connect(self, Purpose.MULTIPLEX, seconds)
             multiplex = self._new_multiplex(self, connection)
             self.add(connection)
-            self.adopt(multiplex)
+            try:
+                self.adopt(multiplex)
+            except ConnectionClosed as error:
+                self.remove(connection)
+                raise self.unreachable(error) from None
             return multiplex
         finally:
             self._opening_lock.release()
 
     def adopt(self, multiplex: Multiplex) -> None:
-        """Takes a multiplex into use; one that the peer has opened serves both ways."""
+        """Takes a multiplex into use; one that the peer has opened serves both ways.
+
+        Raises:
+            ConnectionClosed: it cannot be read.
+        """
         with self._connections_lock:
             self._multiplexes = [m for m in self._multiplexes if not m.is_closed] + [multiplex]
             self._liveness.handle(Connected(), time.monotonic())
@@ -422,13 +431,16 @@ class Peer:
         self._carry_out(effects)
         return SendPing() in effects
 
-    def trim(self, now: float) -> None:
-        """Lets go of what has not been used for a while, and of what nobody waits for."""
+    def trim(self, now: float) -> bool:
+        """Lets go of what has not been used for a while, and of what nobody waits for; returns
+        whether there is something to `decline`."""
         self._receipts.look(now)
         self._late.look()
         self._trim_lanes(now)
-        if self.memory is not None:
-            self.memory.trim(now)
+        if self.memory is None:
+            return False
+        self.memory.trim(now)
+        return self.memory.has_declined
 
     def _trim_lanes(self, now: float) -> None:
         """Closes lanes that many threads needed once: each of them is a thread at the peer."""
@@ -452,6 +464,22 @@ class Peer:
                     multiplex.send(Kind.PING)
                 except (ConnectionClosed, TransportTimeout):
                     continue  # its reader sees the end as well, and tells
+
+    def decline(self) -> None:
+        """Tells of shared memory that could not be taken. May block, as `ping` may."""
+        memory = self.memory
+        declined = [] if memory is None else memory.take_declined()
+        if declined:
+            body = struct.pack(f"<{len(declined)}I", *declined)
+            try:
+                self.multiplex().send(Kind.DECLINED, body=(body,))
+            except (ConnectionClosed, TransportTimeout, WorkerLost):
+                pass  # with the worker, its memory is lost
+
+    def declined(self, body: bytes) -> None:
+        """The worker could not take these."""
+        if self.memory is not None:
+            self.memory.abandon(struct.unpack(f"<{len(body) // 4}I", body))
 
     @property
     def pending_count(self) -> int:

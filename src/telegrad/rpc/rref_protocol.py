@@ -52,12 +52,13 @@ was sent, so by then it has arrived or never will.
 
 **Loss of a worker**
 
-The owner strikes off its forks, with tombstones. A user whose owner is lost fails and sends
-nothing more. A parent stops waiting for a child on that worker; a child whose parent is lost goes
-on. A FORK that a dead worker had sent may still arrive after its loss was told. There is no list
-of dead workers, because a worker may come back under its id; instead the answer to it cannot be
-sent, which tells the machine of the loss again. That is why a failed `Send` must be answered
-with `WorkerDied`.
+The owner strikes off its forks, with tombstones. A user whose owner is lost fails and sends the
+owner nothing more; the parent of one that was not counted yet is told CHILD_ACCEPTED, for it may
+not have lost the owner, and waits. A parent stops waiting for a child on that worker; a child
+whose parent is lost goes on. A FORK that a dead worker had sent may still arrive after its loss was
+told. There is no list of dead workers, because a worker may come back under its id; instead the
+answer to it cannot be sent, which tells the machine of the loss again. That is why a failed `Send`
+must be answered with `WorkerDied`.
 
 **What the machine cannot see**
 

@@ -152,11 +152,9 @@ class UserLedger:
         user = self._users.get(fork)
         if user is None or user.state is not UserState.FORKING:
             return []
-        effects: list[Effect] = []
-        if user.parent != UNKNOWN_WORKER:
-            effects.append(self._send(user.parent, Kind.RREF_CHILD_ACCEPTED, user, now))
         if gone:
-            return effects + self._lose(user, Reason.GONE, now)
+            return self._lose(user, Reason.GONE, now)
+        effects = self._release_parent(user, now)
         user.state = UserState.CONFIRMED
         return [*effects, ConfirmUser(fork=fork), *self._settle(user, now)]
 
@@ -228,11 +226,19 @@ class UserLedger:
             return []
         if user.state is UserState.DELETING:
             return self._forget(user)
+        effects: list[Effect] = []
+        if user.state is UserState.FORKING:  # its parent may still have the owner, and wait
+            effects += self._release_parent(user, now)
         user.state = UserState.LOST
         for fork in user.children:  # this fork protects nobody any more
             del self._children[fork]
         user.children.clear()
-        return [FailUser(fork=user.fork, reason=reason), *self._settle(user, now)]
+        return [*effects, FailUser(fork=user.fork, reason=reason), *self._settle(user, now)]
+
+    def _release_parent(self, user: _User, now: float) -> list[Effect]:
+        if user.parent == UNKNOWN_WORKER:
+            return []
+        return [self._send(user.parent, Kind.RREF_CHILD_ACCEPTED, user, now)]
 
     def _forget(self, user: _User) -> list[Effect]:
         del self._users[user.fork]

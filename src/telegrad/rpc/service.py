@@ -114,7 +114,12 @@ class Service:
                 if deferred is None:
                     self.answer(source, frame, send, value)
         except BaseException as error:  # noqa: BLE001 - whatever a function raises is its caller's
-            self.answer_failure(source, frame, send, error)
+            try:
+                self.answer_failure(source, frame, send, error)
+            except BaseException:  # no memory for that, say: its connection ends by it
+                if counted:
+                    self._ended.add()
+                raise
         finally:
             for loan in frame.loans:
                 loan.end()

@@ -3,7 +3,11 @@
 A call may block on another call that waits in the same queue, at any depth. So the pool has a
 usual size and no fixed end: when tasks wait and no thread has finished anything between two ticks
 of the clock, all threads are taken to be blocked and more are started. They go away again when
-they have nothing to do.
+they have nothing to do, but for one.
+
+If the system gives no thread, a task waits for those that there are, and each tick tries again:
+whoever submits it has done its part, and must not fail for that. The one that stays sees to it
+that a task does not wait for a thread while there is nothing else to do.
 """
 
 from __future__ import annotations
@@ -13,6 +17,8 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+
+from telegrad.forks import leave_at_fork
 
 __all__ = ["WorkPool"]
 
@@ -45,6 +51,17 @@ class WorkPool:
         self._started_at_last_tick = 0
         self._threads: set[threading.Thread] = set()
         self._is_closed = False
+        self._is_starved = False  # no thread could be started when it was last tried
+        leave_at_fork(self)
+
+    def start(self) -> None:
+        """Starts the thread that stays.
+
+        Raises:
+            RuntimeError: the system gives none.
+        """
+        if not self._start_thread():
+            raise RuntimeError(f"{self._name}: no thread can be started that runs calls")
 
     def submit(self, task: Task) -> None:
         with self._counts_lock:
@@ -71,7 +88,8 @@ class WorkPool:
             self._started_at_last_tick = self._started
             growth = min(self._backlog, _GROWTH) if is_stuck else 0
         for _ in range(growth):
-            self._start_thread()
+            if not self._start_thread():
+                break
 
     def close(self, timeout: float) -> None:
         """Ends the threads; those still in user code after `timeout` seconds are left behind."""
@@ -86,15 +104,33 @@ class WorkPool:
             if thread.is_alive():
                 _log.warning("a call is still running on %s while its worker ends", thread.name)
 
-    def _start_thread(self) -> None:
+    def leave_to_parent(self) -> None:
+        """In a forked child: the tasks are the parent's. The one that has forked may be a thread of
+        this pool, and ends with its task."""
+        self._counts_lock = threading.Lock()
+        self._is_closed = True
+        self._queue = queue.SimpleQueue()
+        self._queue.put(None)
+
+    def _start_thread(self) -> bool:
         with self._counts_lock:
             if self._is_closed:
-                return
+                return False
             thread = threading.Thread(
                 target=self._run, name=f"{self._name}-call-{len(self._threads)}", daemon=True
             )
-            self._threads.add(thread)
-            thread.start()  # one that is in the set can be joined
+            try:
+                thread.start()
+            except RuntimeError as error:
+                is_news, self._is_starved = not self._is_starved, True
+                reason = str(error)
+            else:
+                self._threads.add(thread)  # it waits for the lock before it takes itself out
+                self._is_starved = False
+                return True
+        if is_news:
+            _log.warning("%s: calls wait for a thread to run on: %s", self._name, reason)
+        return False
 
     def _run(self) -> None:
         self._on_thread_start()
@@ -108,7 +144,8 @@ class WorkPool:
                     with self._counts_lock:
                         self._waiting -= 1
                         # One may have been queued in between: then somebody must stay for it.
-                        if self._backlog == 0 or len(self._threads) > self._usual_size:
+                        is_needed = self._backlog and len(self._threads) <= self._usual_size
+                        if not is_needed and len(self._threads) > 1:
                             self._threads.discard(threading.current_thread())
                             return
                     continue

@@ -68,7 +68,14 @@ class MemorySharing(Protocol):
         """The buffer in one's own segment, which the peer has handed back."""
 
     def learn(self, segment: int, descriptor: int) -> None:
-        """The peer has announced a segment of its own."""
+        """The peer has announced a segment of its own.
+
+        Raises:
+            OSError: there is no memory or descriptor for it.
+        """
+
+    def decline(self, segment: int) -> None:
+        """The peer has announced a segment that cannot be taken."""
 
     def borrow(self, segment: int, length: int) -> tuple[Any, Loan]:
         """The buffer in the peer's segment, and the loan of it. Dropping the buffer gives the

@@ -92,19 +92,24 @@ class Mailbox:
             OSError: the system has no memory for it.
         """
         descriptor, mapping = sealed_memory(2 * _HALF)
-        return cls(mapping, is_first=True), descriptor
+        made = cls(mapping, is_first=True)
+        made._out_words[_IS_ASLEEP] = 1  # until the other end has opened it, which it may never do
+        return made, descriptor
 
     @classmethod
     def open(cls, descriptor: int) -> Mailbox:
         """The other end of one.
 
         Raises:
+            OSError: the system has no memory or descriptor for it.
             ProtocolError: it is none.
         """
         mapping = map_sealed(descriptor)
         if len(mapping) != 2 * _HALF:
             raise ProtocolError("a mailbox has the wrong size")
-        return cls(mapping, is_first=False)
+        opened = cls(mapping, is_first=False)
+        opened._in_words[_IS_ASLEEP] = 0
+        return opened
 
     def put(self, message: bytes, after: int) -> bool:
         """Leaves a message for the other end; False if it has to go by the socket.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import array
 import collections
+import errno
 import os
 import socket
 from collections.abc import Sequence
@@ -59,7 +60,10 @@ class SharedBuffers:
 
     def __init__(self, memory: MemorySharing) -> None:
         self._memory = memory
-        self._descriptors: collections.deque[int] = collections.deque()
+        # Of each message that came with some. Where there is none left for the program, the kernel
+        # drops those of a message, or the last of them.
+        self._arrived: collections.deque[collections.deque[int]] = collections.deque()
+        self._of_message: collections.deque[int] | None = None  # of that which is being read
         self._handed_back: list[int] = []  # what the other end may not have received yet
 
     def place(self, buffers: Sequence[memoryview]) -> Placement:
@@ -103,7 +107,8 @@ class SharedBuffers:
         self._memory.mislay(placement.handed_back)
 
     def received(self, length: int, segment: int, note: int, loans: list[Loan]) -> Any:
-        """A buffer that has come in a segment; if that is lent, `loans` grow by it.
+        """A buffer that has come in a segment; if that is lent, `loans` grow by it. None if there
+        is no descriptor or no memory for it here.
 
         Raises:
             ProtocolError: there is no such segment.
@@ -111,30 +116,54 @@ class SharedBuffers:
         if note & _HANDED_BACK:
             return self._memory.take_back(segment, length)
         if note & _NEW_SEGMENT:
-            self._memory.learn(segment, self.next_descriptor("a shared-memory segment"))
+            try:
+                self._memory.learn(segment, self.next_descriptor())
+            except OSError:
+                self._memory.decline(segment)
+                return None
         buffer, loan = self._memory.borrow(segment, length)
         loans.append(loan)
         return buffer
 
     def keep_descriptors(self, ancillary: Sequence[tuple[int, int, bytes]]) -> None:
-        """Takes what has come beside the bytes of the stream."""
+        """Takes what has come beside the bytes of the stream: the kernel reads no further than the
+        first message that has descriptors."""
+        descriptors = array.array("i")
         for level, kind, data in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                descriptors = array.array("i")
                 descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
-                self._descriptors.extend(descriptors)
+        self._arrived.append(collections.deque(descriptors))
 
-    def next_descriptor(self, what: str) -> int:
-        """
+    def next_descriptor(self) -> int:
+        """The next of the message that is being read.
+
         Raises:
+            OSError: it was dropped on the way, for there was none left for this program.
             ProtocolError: none has come.
         """
-        if not self._descriptors:
-            raise ProtocolError(f"{what} came without its descriptor")
-        return self._descriptors.popleft()
+        if self._of_message is None:
+            if not self._arrived:
+                raise ProtocolError("shared memory came without its descriptor")
+            self._of_message = self._arrived.popleft()
+        if not self._of_message:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return self._of_message.popleft()
+
+    def message_read(self) -> None:
+        """The descriptors that follow are another's."""
+        if self._of_message is not None:
+            _close_all(self._of_message)
+            self._of_message = None
 
     def close(self) -> None:
         """The connection has ended."""
-        while self._descriptors:
-            os.close(self._descriptors.popleft())
+        self.message_read()
+        for descriptors in self._arrived:
+            _close_all(descriptors)
+        self._arrived.clear()
         self._memory.mislay(self._handed_back)
+
+
+def _close_all(descriptors: collections.deque[int]) -> None:
+    while descriptors:
+        os.close(descriptors.popleft())

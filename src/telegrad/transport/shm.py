@@ -33,6 +33,7 @@ overwritten in the moment when a connection ends costs no more than the segment.
 from __future__ import annotations
 
 import fcntl
+import itertools
 import mmap
 import os
 import sys
@@ -56,6 +57,10 @@ SHARE_FROM = 1 << 16
 _MOST_SEGMENTS = (
     64  # lent to one peer: each costs both sides a descriptor for as long as it is used
 )
+
+# Of all segments that this process has lent to anybody. A peer that was lost may be back before it
+# has read all that was sent to it, and must not find one of these in the place of another.
+_numbers = itertools.count(1)
 
 _FREE, _LENT, _RETIRED, _HANDED, _KEPT, _LOST = range(6)
 _DATA = mmap.PAGESIZE  # the state has the first page to itself, data begins page-aligned
@@ -173,9 +178,9 @@ class SharedMemory:
         self._own: dict[int, _Segment] = {}
         self._theirs: dict[int, mmap.mmap] = {}
         self._spares: dict[_Loan, None] = {}  # changes by single steps, also in the collector
-        self._count = 0
         self._closed = False
-        self._refused = False  # the system has no memory for segments: stop asking
+        self._refused = False  # the system has no memory for segments: stop asking for a while
+        self._declined: list[int] = []  # the peer's that could not be taken, and it does not know
         leave_at_fork(self)
 
     def lend(self, data: memoryview) -> Placed | None:
@@ -225,12 +230,11 @@ class SharedMemory:
         if best is None:
             if len(self._own) >= _MOST_SEGMENTS:
                 return None
-            self._count += 1
             try:
-                best = _Segment(self._count, size_class(length))
+                best = _Segment(next(_numbers), size_class(length))
             except OSError:
-                # No memory or descriptors for it: the socket still works. Not asked again, so that
-                # a starved machine does not pay for the attempt at every message.
+                # No memory or descriptors for it: the socket still works. Not asked again before
+                # the next `trim`: a starved machine should not pay for it at every message.
                 self._refused = True
                 return None
             self._own[best.number] = best
@@ -276,6 +280,20 @@ class SharedMemory:
         with self._lock:
             self._theirs[segment] = mapping
 
+    def decline(self, segment: int) -> None:
+        with self._lock:
+            self._declined.append(segment)
+
+    @property
+    def has_declined(self) -> bool:
+        return bool(self._declined)
+
+    def take_declined(self) -> list[int]:
+        """Those of the peer's segments that it has to be told of: it may drop them."""
+        with self._lock:
+            declined, self._declined = self._declined, []
+        return declined
+
     def borrow(self, segment: int, length: int) -> tuple[Any, _Loan]:
         with self._lock:
             mapping = self._theirs.get(segment)
@@ -287,6 +305,7 @@ class SharedMemory:
     def trim(self, now: float) -> None:
         """Lets go of segments that have been free for a while, or are over the limit."""
         with self._lock:
+            self._refused = False
             for number, mapping in list(self._theirs.items()):
                 if mapping[0] == _RETIRED:
                     del self._theirs[number]
@@ -350,14 +369,20 @@ def map_sealed(descriptor: int) -> mmap.mmap:
     """Maps another process's memory, and closes the descriptor.
 
     Raises:
+        OSError: the system has no memory or descriptor for it.
         ProtocolError: it is not what `sealed_memory` makes.
     """
     try:
-        if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+        try:
+            is_sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+        except OSError:
+            is_sealed = False
+        if not is_sealed:
             raise ProtocolError("a shared-memory segment is not sealed")
-        return _map(descriptor, os.fstat(descriptor).st_size)
-    except (OSError, ValueError) as error:
-        raise ProtocolError(f"a shared-memory segment cannot be mapped: {error}") from None
+        try:
+            return _map(descriptor, os.fstat(descriptor).st_size)
+        except ValueError as error:
+            raise ProtocolError(f"a shared-memory segment cannot be mapped: {error}") from None
     finally:
         os.close(descriptor)
 

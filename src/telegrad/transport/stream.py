@@ -32,6 +32,7 @@ from telegrad.wire.frames import (
     Kind,
     Limits,
     Loan,
+    Unread,
     pack_header,
     unpack_header,
     whole_frame,
@@ -48,6 +49,7 @@ _JOINED_UP_TO = 1 << 12  # bytes that are copied together rather than gathered b
 _MOST_PARTS = 512  # of one gather-write; IOV_MAX is 1024
 _FIRST_STEP = 1 << 20  # a body grows as its bytes come: nothing is allocated on a header's word
 _REST_SECONDS = 100e-6
+_CUT = int(socket.MSG_CTRUNC)  # descriptors came, and there was no room for them in this process
 _WAKE = pack_header(Kind.WAKE, 0, 0, 0, -1, -1, 0)
 
 
@@ -221,7 +223,7 @@ class SocketConnection:
         )
         self._start += HEADER.size
         self._frames_read += 1
-        buffers: list[Any] = []
+        buffers: Sequence[Any] = []
         loans: list[Loan] = []
         if not buffer_count:
             body = self._take(length)
@@ -230,13 +232,7 @@ class SocketConnection:
             if sum(entry[0] for entry in table) > self._limits.max_message:
                 raise ProtocolError(f"a message is over {self._limits.max_message} bytes")
             body = self._take(length)
-            for buffer_length, segment, note in table:
-                if not segment:
-                    buffers.append(self._streamed_buffer(buffer_length))
-                elif self._shared is not None:
-                    buffers.append(self._shared.received(buffer_length, segment, note, loans))
-                else:
-                    raise ProtocolError("the peer uses shared memory that was not agreed on")
+            buffers = self._read_buffers(table, loans)
         if self._start == self._end:
             self._start = self._end = 0
         if kind is Kind.WAKE:
@@ -245,6 +241,24 @@ class SocketConnection:
             self._accept_mailbox()
             return None
         return Frame(kind, flags, call_id, context_id, message_id, body, buffers, loans)
+
+    def _read_buffers(self, table: list[tuple[int, int, int]], loans: list[Loan]) -> Sequence[Any]:
+        buffers: list[Any] = []
+        is_whole = True
+        shared = self._shared
+        for length, segment, note in table:
+            if not segment:
+                buffer = self._streamed_buffer(length)
+            elif shared is not None:
+                buffer = shared.received(length, segment, note, loans)
+            else:
+                raise ProtocolError("the peer uses shared memory that was not agreed on")
+            if buffer is None:
+                is_whole = False
+            buffers.append(buffer)
+        if shared is not None:
+            shared.message_read()
+        return buffers if is_whole else Unread()
 
     def _take_message(self, mailbox: Mailbox) -> bytes | None:
         """The next message, out of the mailbox; None if it comes by the socket."""
@@ -287,8 +301,13 @@ class SocketConnection:
     def _accept_mailbox(self) -> None:
         if self._shared is None or self._mailbox is not None:
             raise ProtocolError("a mailbox came that was not agreed on")
-        self._mailbox = Mailbox.open(self._shared.next_descriptor("a mailbox"))
-        self._frames_sent = self._frames_read = 0
+        try:
+            self._mailbox = Mailbox.open(self._shared.next_descriptor())
+            self._frames_sent = self._frames_read = 0
+        except OSError:
+            pass  # no memory or descriptor for it: the other end uses it when this one looks there
+        finally:
+            self._shared.message_read()
 
     def poll(self) -> bool:
         if self._mailbox is None:
@@ -350,15 +369,24 @@ class SocketConnection:
         try:
             target = self._pool.take(length) if length >= POOLED_FROM else bytearray(length)
         except (OSError, MemoryError):
-            raise ProtocolError(f"there is no memory for a buffer of {length} bytes") from None
+            self._skip(length)
+            return None
         self._take_into(memoryview(target).cast("B"))
         return target
+
+    def _skip(self, length: int) -> None:
+        """Reads what there is no memory for, so that the next message can be read."""
+        step = memoryview(bytearray(min(length, _READ_AHEAD)))
+        while length:
+            part = step[: min(length, len(step))]
+            self._take_into(part)
+            length -= len(part)
 
     def _read_into(self, target: memoryview) -> int:
         try:
             if self._shared is not None:
-                count, ancillary, _, _ = self._socket.recvmsg_into([target], ANCILLARY)
-                if ancillary:
+                count, ancillary, flags, _ = self._socket.recvmsg_into([target], ANCILLARY)
+                if ancillary or flags & _CUT:
                     self._shared.keep_descriptors(ancillary)
             else:
                 count = self._socket.recv_into(target)
@@ -388,10 +416,10 @@ class SocketConnection:
         """Reads without waiting; 0 if nothing is there, -1 if it has ended: the next read tells."""
         try:
             if self._shared is not None:
-                count, ancillary, _, _ = self._socket.recvmsg_into(
+                count, ancillary, flags, _ = self._socket.recvmsg_into(
                     [target], ANCILLARY, socket.MSG_DONTWAIT
                 )
-                if ancillary:
+                if ancillary or flags & _CUT:
                     self._shared.keep_descriptors(ancillary)
             else:
                 count = self._socket.recv_into(target, 0, socket.MSG_DONTWAIT)

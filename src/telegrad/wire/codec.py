@@ -28,7 +28,7 @@ from telegrad.wire.packing import pack
 from telegrad.wire.pickler import Reducer, ValuePickler
 from telegrad.wire.small import pack_small, unpack_small
 from telegrad.wire.tensors import MAGIC, is_plain
-from telegrad.wire.unpacking import Attach, give_grad, unpack
+from telegrad.wire.unpacking import Attach, end_of_table, give_grad, unpack
 
 __all__ = ["Codec", "Encoded", "Packet", "Reducer", "head_of_packet"]
 
@@ -299,7 +299,11 @@ class Codec:
                         raise ProtocolError("damaged message: it is not one tensor")
                     return entries[0]
             elif tag == MAGIC:
-                entries, position = unpack(view, buffers, attach)
+                try:
+                    entries, position = unpack(view, buffers, attach)
+                except SerializationError:
+                    self._not_decoded(view[end_of_table(view) :])
+                    raise
             elif tag in _PACKETS:
                 return self._decode_packet(view, buffers)
             elif tag == _BYTES:

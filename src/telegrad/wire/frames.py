@@ -21,7 +21,7 @@ from enum import IntEnum
 from functools import partial
 from typing import Any, Protocol, TypeAlias
 
-from telegrad.errors import ProtocolError
+from telegrad.errors import ProtocolError, SerializationError
 
 __all__ = [
     "BUFFER",
@@ -33,6 +33,7 @@ __all__ = [
     "Kind",
     "Limits",
     "Loan",
+    "Unread",
     "kind_of",
     "pack_header",
     "pack_rider",
@@ -42,7 +43,7 @@ __all__ = [
     "whole_frame",
 ]
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 MAGIC = 0x4754  # "TG", read as little-endian
 
 HEADER = struct.Struct("<HBBIqqqI")
@@ -60,6 +61,7 @@ class Kind(IntEnum):
     GOODBYE = 3
     MAILBOX = 4
     WAKE = 5
+    DECLINED = 6
     # Calls
     CALL = 10
     REMOTE = 11
@@ -167,6 +169,20 @@ class Loan(Protocol):
         """It may not, from now on; it is given back as soon as no buffer needs it."""
 
 
+class Unread(Sequence[Any]):
+    """In the place of buffers for which there was no memory or no descriptor here: whoever decodes
+    their message is told. That ends the call, and not the connection."""
+
+    def __len__(self) -> int:
+        raise SerializationError(
+            "the large tensors of a message were not received: there was no memory or no file "
+            "descriptor for them (see `ulimit -n`)"
+        )
+
+    def __getitem__(self, index: Any) -> Any:
+        return len(self)
+
+
 @dataclass(slots=True)
 class Frame:
     """One received message. `buffers` own their memory and give it back when they die; of those
@@ -178,7 +194,7 @@ class Frame:
     context_id: int
     message_id: int
     body: bytes
-    buffers: list[Any] = field(default_factory=list)
+    buffers: Sequence[Any] = field(default_factory=list)
     loans: Sequence[Loan] = ()
 
 

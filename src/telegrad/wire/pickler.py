@@ -14,11 +14,13 @@ still a tensor of the message, and no reducer runs twice.
 from __future__ import annotations
 
 import copyreg
+import io
 import pickle
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import cloudpickle  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 
@@ -100,11 +102,9 @@ def _handler_for(cls: type, reducers: Mapping[type, Reducer]) -> _Handler:
             return _by_reducer(reducers[base])
         if base in _HANDLERS:
             return _HANDLERS[base]
-    if cls not in copyreg.dispatch_table:
-        import cloudpickle  # type: ignore[import-untyped]
-
-        if cls in cloudpickle.Pickler.dispatch_table:  # code, cells, modules, dict views ...
-            return _reduce_by_value
+    is_known = cls in copyreg.dispatch_table
+    if not is_known and cls in cloudpickle.Pickler.dispatch_table:  # code, cells, dict views ...
+        return _reduce_by_value
     return _leave_to_pickle
 
 
@@ -123,10 +123,6 @@ def _by_reducer(reducer: Reducer) -> _Handler:
 
 def _reduce_by_value(pickler: ValuePickler, obj: Any) -> Any:
     if pickler.by_value is None:
-        import io
-
-        import cloudpickle
-
         pickler.by_value = cloudpickle.Pickler(io.BytesIO(), 5)
     reduced = pickler.by_value.reducer_override(obj)
     if reduced is NotImplemented:

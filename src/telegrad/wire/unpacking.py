@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from telegrad.errors import ProtocolError
+from telegrad.errors import ProtocolError, SerializationError
 from telegrad.wire.tensors import (
     ALIGNED,
     COALESCED,
@@ -40,7 +40,7 @@ from telegrad.wire.tensors import (
     VERSION,
 )
 
-__all__ = ["Attach", "give_grad", "unpack"]
+__all__ = ["Attach", "end_of_table", "give_grad", "unpack"]
 
 Attach = Callable[[list[Tensor]], Sequence[Tensor]]
 """Is given tensors that required grad on the sender, and returns those that stand for them here."""
@@ -88,10 +88,11 @@ def unpack(
 
     Raises:
         ProtocolError: the table is damaged.
+        SerializationError: the buffers were not received.
     """
     try:
         need_grad, values, position = _read(payload, buffers)
-    except ProtocolError:
+    except (ProtocolError, SerializationError):
         raise
     except (
         struct.error,
@@ -106,6 +107,16 @@ def unpack(
     if need_grad:
         give_grad(values, need_grad, attach)
     return values, position
+
+
+def end_of_table(payload: memoryview) -> int:
+    """Where the stream begins behind a table that is not read."""
+    _, _, _, span_count, record_count, inlined = HEADER.unpack_from(payload)
+    position: int = HEADER.size + 8 * span_count + inlined
+    for _ in range(record_count):
+        _, _, flags, ndim, _, _ = RECORD.unpack_from(payload, position)
+        position += 16 + 8 * ndim * (1 if flags & CONTIGUOUS else 2)
+    return position
 
 
 def give_grad(values: list[Any], need_grad: Sequence[int], attach: Attach | None) -> None:
