@@ -81,6 +81,7 @@ def test_a_busy_pool_does_not_grow_while_it_moves(pool):
     released = threading.Semaphore(0)
     for _ in range(20):
         pool.submit(lambda: released.acquire(timeout=PATIENCE))
+    until(lambda: pool._started == 2)  # or else it does not move yet
     pool.tick()
     for _ in range(10):
         begun = pool._started

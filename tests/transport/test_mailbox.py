@@ -161,6 +161,7 @@ def test_a_message_that_is_no_frame_is_refused(message):
     with connections() as (one, other):
         one.send(Kind.PING)
         other.receive()
+        other._mailbox.wake_up()  # it may have waited for a while
         assert one._mailbox.put(message, one._frames_sent)
         with pytest.raises((ProtocolError, struct.error)):
             other.receive()
