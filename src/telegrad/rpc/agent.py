@@ -39,7 +39,6 @@ from telegrad.rpc.peer import Peer
 from telegrad.rpc.rendezvous import Directory
 from telegrad.rpc.seams import NO_CONTEXT, Handler, Rescue, Timer
 from telegrad.rpc.service import Service
-from telegrad.rpc.waiting import wait_for
 from telegrad.rpc.worker_info import WorkerInfo
 from telegrad.transport.base import ConnectionClosed, TransportTimeout
 from telegrad.wire.codec import Codec, Encoded
@@ -117,7 +116,7 @@ class Agent:
     ) -> Any:
         """Runs `func` on worker `to` and returns its result; what it raises is raised here."""
         if to == self.info.id:
-            return wait_for(self.call_async(to, func, args, kwargs, timeout))
+            return self.call_async(to, func, args, kwargs, timeout).wait()
         self._thread.has_called = True
         peer = self.network.peer(to)
         head, encoded, context, message = self.pack_call(to, func, args, kwargs)

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 from telegrad.errors import WorkerLost
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.network import Send
-from telegrad.rpc.waiting import wait_for
 from telegrad.wire.frames import Frame, Kind
 
 __all__ = ["Gatherings"]
@@ -82,7 +81,7 @@ class Gatherings:
             message = (key, forgive_losses, value)
             try:
                 answer = self._agent.request(leader, Kind.GATHER, message, timeout=timeout)
-                found: dict[int, Any] = wait_for(answer)
+                found: dict[int, Any] = answer.wait()
                 return found
             except WorkerLost as error:
                 name = self._agent.network.name_of(leader)

@@ -18,7 +18,6 @@ from telegrad.rpc.rref_lookup import current_table
 from telegrad.rpc.rref_proxy import RRefProxy, type_of_owned
 from telegrad.rpc.rref_records import OwnerEntry, UserRecord
 from telegrad.rpc.rref_texts import creation_error, text_of_id
-from telegrad.rpc.waiting import wait_for
 
 if TYPE_CHECKING:
     from telegrad.rpc.rref_table import RRefTable, WorkerInfo
@@ -239,7 +238,7 @@ class RRef(Generic[T]):
             return future
         if not future.done():
             self._table.refuse_if_forked()
-        return wait_for(future)
+        return future.wait()
 
     def _forget_failed_type(self, future: torch.futures.Future[type]) -> None:
         try:

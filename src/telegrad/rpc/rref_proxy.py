@@ -24,7 +24,7 @@ from telegrad.rpc.kept_errors import fail
 from telegrad.rpc.options import UNSET_RPC_TIMEOUT, checked_timeout
 from telegrad.rpc.outcome import described_by_arguments
 from telegrad.rpc.rref_lookup import current_table
-from telegrad.rpc.waiting import CallFuture, wait_for
+from telegrad.rpc.waiting import CallFuture
 
 if TYPE_CHECKING:
     from telegrad.rpc.rref import RRef
@@ -60,7 +60,7 @@ def _invoke(
         return _call(rref, mode, name, timeout, args, kwargs, type_future.value())
     rref._table.refuse_if_forked()
     if mode != "async":
-        return _call(rref, mode, name, timeout, args, kwargs, wait_for(type_future))
+        return _call(rref, mode, name, timeout, args, kwargs, type_future.wait())
     result: CallFuture[Any] = CallFuture()
     what = f"{_describe((None, name))} of worker {rref.owner_name()!r}"
 

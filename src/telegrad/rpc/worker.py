@@ -26,7 +26,6 @@ from telegrad.rpc.gather import Gatherings
 from telegrad.rpc.options import RpcOptions
 from telegrad.rpc.remote import RemoteReferences
 from telegrad.rpc.rendezvous import Directory, Record, host_identity, meet
-from telegrad.rpc.waiting import wait_for
 from telegrad.rpc.worker_info import WorkerInfo
 from telegrad.threads import heed_num_threads
 from telegrad.wire.frames import Kind
@@ -129,7 +128,7 @@ class Worker:
         ]
         for answer in told:
             try:
-                wait_for(answer)
+                answer.wait()
             except (RpcTimeout, WorkerLost) as error:
                 _log.info("another worker could not be told of %s: %s", self.info.name, error)
 
