@@ -11,7 +11,7 @@ from typing import Any
 
 from telegrad import autograd
 from telegrad.autograd.engine import AutogradEngine
-from telegrad.autograd.thread_state import wait_at_exit
+from telegrad.autograd.thread_state import is_torch_state_used, wait_at_exit
 from telegrad.ids import first_of_this_life
 from telegrad.rpc import current
 from telegrad.rpc.agent import Agent
@@ -38,6 +38,9 @@ class _Attached:
 
     def close(self) -> None:
         self.engine.close()
+
+    def needs_close(self) -> bool:
+        return is_torch_state_used()
 
 
 def _engine_here() -> AutogradEngine | None:

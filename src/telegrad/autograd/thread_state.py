@@ -34,7 +34,7 @@ import torch
 
 from telegrad.forks import renewed
 
-__all__ = ["carry", "drop", "peek", "stash", "wait_at_exit"]
+__all__ = ["carry", "drop", "is_torch_state_used", "peek", "stash", "wait_at_exit"]
 
 _PATIENCE = 1.0
 _MANY = 4096
@@ -104,6 +104,11 @@ def carry(key: str) -> bool:
 def drop(key: str) -> None:
     """Ends what `carry` has begun on this thread."""
     torch._C._remove_obj_from_tls(key)
+
+
+def is_torch_state_used() -> bool:
+    """Whether any thread has had torch's state, and may not end after the interpreter."""
+    return bool(_used_by)
 
 
 def _note(thread: int) -> None:

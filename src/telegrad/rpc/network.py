@@ -100,6 +100,7 @@ class Network:
         self._threads_lock = threading.Lock()  # guards the set above
         self._trimmed_at = 0.0
         self._is_closing = False
+        self._is_over = threading.Event()
 
     # -- starting
 
@@ -446,6 +447,22 @@ class Network:
 
     # -- ending
 
+    def hold_requests(self) -> None:
+        """Requests that come from now on wait, until this is closed or the process has ended."""
+
+        def hold(source: int, frame: Frame, send: Send) -> None:
+            self._is_over.wait()
+
+        self._serve = hold
+        self._reception.serve_by(hold)
+
+    def fall_silent(self) -> None:
+        """Only connections are left, and threads that wait on them. Nothing that comes is answered,
+        pings neither; whoever needs an answer hears of the end of the process, or takes the silence
+        for it."""
+        self.clock.stop()
+        self.work.close(timeout=0.1)
+
     def close(self, *, goodbye: bool, patience: float) -> None:
         """Ends everything: listeners, connections, threads. Every wait on them ends by it.
 
@@ -453,6 +470,7 @@ class Network:
             patience: seconds to wait for threads that are in a program's own code.
         """
         self._is_closing = True
+        self._is_over.set()
         self._door.close()
         self.clock.stop()
         for peer in self.peers():

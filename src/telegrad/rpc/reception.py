@@ -98,6 +98,9 @@ class _Desk:
         self._unjudged = 0  # how many more may go by
         self._suspicion = 0  # how many are judged without exception
 
+    def serve_by(self, serve: Serve) -> None:
+        self._serve = serve
+
     def serve(self, guest: _Guest, frame: Frame) -> None:
         self._serve(guest.source, frame, guest.lane.send)
         if frame.flags & Flags.NO_ANSWER:
@@ -200,6 +203,10 @@ class Reception:
         finally:
             if desk.last is guest:
                 desk.last = None
+
+    def serve_by(self, serve: Serve) -> None:
+        """From now on requests are served so."""
+        self._desk.serve_by(serve)
 
     def tick(self, now: float) -> None:
         """Looks whether the host is stuck."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import logging
+import multiprocessing
 import os
 import secrets
 import threading
@@ -43,6 +44,10 @@ class Extension(Protocol):
 
     def close(self) -> None:
         """The worker ends: drop what belongs to it, fail what waits."""
+
+    def needs_close(self) -> bool:
+        """Whether its threads must end before the interpreter does."""
+        ...
 
 
 extensions: dict[str, Callable[[Agent], Extension]] = {}
@@ -193,15 +198,18 @@ class Worker:
         begun, ended = self.agent.service.work_counts()
         return begun, ended, self.agent.pending_calls()
 
+    def _is_idle(self) -> bool:
+        """Whether no call runs here and none made here is open."""
+        begun, ended, pending = self._activity()
+        return begun == ended and not pending
+
     def _wait_until_idle(self, deadline: float) -> None:
-        """Ends when no call runs here and none made here is open, or at the deadline. A call made
-        here ends by itself: by its reply, its timeout or the loss of its worker."""
+        """Ends when it is idle, or at the deadline. A call made here ends by itself: by its reply,
+        its timeout or the loss of its worker."""
         pause = 0.0005
-        while True:
-            begun, ended, pending = self._activity()
-            if begun == ended and not pending:
-                return
+        while not self._is_idle():
             if time.monotonic() > deadline:
+                begun, ended, pending = self._activity()
                 raise RpcTimeout(
                     f"worker {self.info.name!r} still has work at the end of its shutdown's "
                     f"timeout: {begun - ended} calls run here, {pending} made here are open",
@@ -254,13 +262,37 @@ class Worker:
         atexit.register(self._close_at_exit)
 
     def _close_at_exit(self) -> None:
-        self.close(patience=_PATIENCE_AT_EXIT)
+        if not (_may_be_blamed() and self._leave_open(_PATIENCE_AT_EXIT)):
+            self.close(patience=_PATIENCE_AT_EXIT)
+
+    def _leave_open(self, patience: float) -> bool:
+        """Leaves the connections to the end of the process, so that no other worker fails for want
+        of this one while this one still ends; False if it has to be closed first.
+
+        `multiprocessing` and `torch.multiprocessing.spawn` blame whichever process is gone first.
+        One that has raised takes a second to unload torch: if it closed its connections before
+        that, those who hear of it would be gone as soon.
+
+        What is left are threads that wait for messages. One that is woken later wants the
+        interpreter, and is ended by it. So nothing may run on them any more, and none may hold what
+        cannot be destroyed without the interpreter.
+        """
+        if any(extension.needs_close() for extension in self.extensions.values()):
+            return False
+        self.agent.network.hold_requests()
+        deadline = time.monotonic() + patience
+        while not self._is_idle():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.001)
+        self.agent.network.fall_silent()
+        _keep_for_ever(self)  # so that no connection is closed for want of an owner
+        return True
 
     def leave_to_parent(self) -> None:
         """In a forked process: whatever is asked of this worker, or of references to its values
         and others', is refused there, and its end does nothing."""
-        # It is never freed: the end of a store is noted in its file, in the parent's name.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
+        _keep_for_ever(self)  # the end of a store is noted in its file, in the parent's name
         self._closing_lock, self._is_closed = threading.Lock(), True
         elsewhere: Any = _Elsewhere(self._refusal)
         self.agent.network = elsewhere
@@ -282,6 +314,16 @@ class _Elsewhere:
 
     def __getattr__(self, name: str) -> NoReturn:
         raise self._refusal()
+
+
+def _may_be_blamed() -> bool:
+    """Whether this process was started by `multiprocessing`, and starts to end: one with children
+    waits for these, and they may wait for it."""
+    return multiprocessing.parent_process() is not None and not multiprocessing.active_children()
+
+
+def _keep_for_ever(thing: object) -> None:
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 def _left(deadline: float) -> float:
