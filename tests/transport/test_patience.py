@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from telegrad.transport import patience
@@ -9,8 +11,12 @@ from telegrad.transport.patience import Patience
 
 
 @pytest.fixture(autouse=True)
-def _two_processors(monkeypatch):
+def _two_idle_processors(monkeypatch):
+    ticks = itertools.count()
     monkeypatch.setattr(patience, "_processors", lambda: 2)
+    monkeypatch.setattr(patience, "_now", lambda: next(ticks) * 1e-6)
+    monkeypatch.setattr(patience, "_give_way", lambda: None)
+    monkeypatch.setattr(patience, "_retreat", patience._Retreat())
 
 
 class Nothing:
@@ -75,7 +81,7 @@ class Busy:
 
 
 def test_time_that_others_had_does_not_count(monkeypatch):
-    busy = Busy(monkeypatch, turn=2e-3)
+    busy = Busy(monkeypatch, turn=0.9e-3)
     assert Patience(0.5e-3).look(lambda: busy.now > 3e-3)
 
 
@@ -99,6 +105,45 @@ def test_one_thread_does_not_look_for_long_if_another_would_like_to(monkeypatch)
 
     assert not Patience(0.5e-3).look(is_there)
     assert busy.now == 1e-3
+
+
+def test_a_process_that_has_lost_a_slice_does_not_look_for_a_while(monkeypatch):
+    busy = Busy(monkeypatch, turn=4e-3)
+    assert not Patience(0.5e-3).look(lambda: False)
+    assert busy.now == 4e-3
+    another, nothing = Patience(0.5e-3), Nothing()
+    assert not another.look(nothing)
+    assert nothing.looks == 0
+    busy.now += patience._FIRST_RETREAT
+    assert another.look(lambda: True)
+
+
+def time_that_others_had(busy, seconds):
+    """So many seconds of a program that works for 0.1 ms and then waits for a message."""
+    patient, lost, end = Patience(0.5e-3), 0.0, busy.now + seconds
+    while busy.now < end:
+        before = busy.now
+        patient.look(iter([False, True]).__next__)
+        lost += busy.now - before
+        busy.now += 0.1e-3
+    return lost
+
+
+def test_little_time_is_lost_to_programs_that_compute(monkeypatch):
+    busy = Busy(monkeypatch, turn=4e-3)
+    time_that_others_had(busy, 5.0)
+    assert time_that_others_had(busy, 60.0) < 0.6
+
+
+def test_looking_begins_anew_when_they_have_gone(monkeypatch):
+    busy = Busy(monkeypatch, turn=4e-3)
+    time_that_others_had(busy, 60.0)
+    busy.now += patience._LONGEST_RETREAT
+    assert Patience(0.5e-3).look(lambda: True)
+    busy.now += patience._AGAIN * patience._LONGEST_RETREAT
+    assert not Patience(0.5e-3).look(lambda: False)
+    busy.now += patience._FIRST_RETREAT
+    assert Patience(0.5e-3).look(lambda: True)
 
 
 def test_nobody_looks_without_a_window_or_a_second_processor(monkeypatch):

@@ -138,7 +138,8 @@ class RpcOptions:
         busy_wait: seconds for which a thread that waits for a message looks for it before it
             sleeps. It makes small calls several times faster where waking a processor is slow, as
             on virtual machines, and costs processor time; connections on which it does not pay
-            leave it by themselves. 0 turns it off.
+            leave it by themselves, and so do processes that share their processors with programs
+            that compute. 0 turns it off.
         heartbeat_interval: seconds between signs of life to each peer.
         heartbeat_timeout: seconds of silence after which a peer counts as lost.
         connect_timeout: seconds to reach a peer and shake hands.
