@@ -13,6 +13,7 @@ import torch
 from telegrad import rpc
 from telegrad.compat.futures import collect_all
 from telegrad.errors import RRefError, TelegradError, WorkerLost
+from telegrad.rpc import current
 from telegrad.testing.cluster import cluster
 
 SOON = 2.0
@@ -232,6 +233,33 @@ def test_a_graceful_end_without_the_others_ends_by_its_timeout():
             rpc.shutdown(timeout=0.3)
         assert time.monotonic() - begun < 0.3 + SOON
         assert not rpc.is_initialized()
+
+
+def test_an_end_does_not_wait_for_a_worker_that_has_stopped_in_the_middle_of_a_message():
+    with cluster(2, shared_memory=False, graceful=False) as group:
+        rpc.rpc_sync("worker1", add, (1, 1))
+        multiplex = current.current().agent.network.peer(1).multiplex()
+        group.pause("worker1")
+        caught = []
+
+        def send():
+            try:
+                rpc.rpc_async("worker1", len, (torch.ones(1 << 22),)).wait()
+            except WorkerLost as error:
+                caught.append(error)
+
+        sender = threading.Thread(target=send)
+        sender.start()
+        until(multiplex._send_lock.locked)  # more than fits into the socket: it stays so
+        ended = threading.Event()
+        end = threading.Thread(target=lambda: (rpc.shutdown(graceful=False), ended.set()))
+        end.start()
+        has_ended = ended.wait(10.0)
+        group.resume("worker1")
+        end.join()
+        sender.join()
+        assert has_ended
+        assert "worker1" in str(caught[0])
 
 
 @pytest.mark.parametrize("to", ["worker0", "worker1"])

@@ -81,6 +81,28 @@ def test_replies_find_their_calls_in_any_order(link):
     assert multiplex.pending_count == 0
 
 
+def test_signs_of_life_do_not_queue_up_behind_a_long_message():
+    begun, may_end = threading.Event(), threading.Event()
+    sent = []
+
+    class Slow:
+        def send(self, kind, *parts):
+            begun.set()
+            may_end.wait(PATIENCE)
+            sent.append(kind)
+
+    multiplex = Multiplex(Slow(), "test", None, None, None, None)
+    message = threading.Thread(target=multiplex.send, args=(Kind.CALL,))
+    message.start()
+    assert begun.wait(PATIENCE)
+    multiplex.send_if_free(Kind.PING)  # returns
+    multiplex.say_goodbye(0.001)
+    may_end.set()
+    message.join()
+    multiplex.send_if_free(Kind.PING)
+    assert sent == [Kind.CALL, Kind.PING]
+
+
 def test_a_reply_that_comes_twice_or_to_nobody_is_dropped(link):
     multiplex, there = link
     call = Call()

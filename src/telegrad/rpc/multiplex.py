@@ -110,6 +110,28 @@ class Multiplex:
         with self._send_lock:
             self._connection.send(kind, flags, call_id, context_id, message_id, body, buffers)
 
+    def send_if_free(self, kind: Kind) -> None:
+        """Sends a sign of life, unless something else is just being sent: that is one as well. So
+        however long a large message takes, no more than one thread waits here."""
+        if self._send_lock.acquire(blocking=False):
+            try:
+                self._connection.send(kind)
+            finally:
+                self._send_lock.release()
+
+    def say_goodbye(self, seconds: float) -> None:
+        """Tells the other end that this one leaves, if it takes that within `seconds`: it may have
+        stopped in the middle of a large message, and nobody watches it any more."""
+        if not self._send_lock.acquire(timeout=seconds):
+            return
+        try:
+            self._connection.set_timeout(seconds)
+            self._connection.send(Kind.GOODBYE)
+        except (ConnectionClosed, TransportTimeout, OSError):
+            pass  # it is gone already, or does not listen
+        finally:
+            self._send_lock.release()
+
     def expect(self, call_id: int, call: PendingCall) -> None:
         """Registers a call before its request is sent."""
         self._pending[call_id] = call

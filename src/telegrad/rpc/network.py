@@ -47,6 +47,7 @@ Send = Callable[..., None]
 Serve = Callable[[int, Frame, Send], None]
 
 _TRIM_SECONDS = 1.0
+_GOODBYE_SECONDS = 1.0  # for peers that do not take it at once; for all of them together
 
 
 class Network:
@@ -463,7 +464,7 @@ class Network:
         self.clock.stop()
         self.work.close(timeout=0.1)
 
-    def close(self, *, goodbye: bool, patience: float) -> None:
+    def close(self, *, patience: float) -> None:
         """Ends everything: listeners, connections, threads. Every wait on them ends by it.
 
         Args:
@@ -473,8 +474,9 @@ class Network:
         self._is_over.set()
         self._door.close()
         self.clock.stop()
+        goodbye_until = time.monotonic() + _GOODBYE_SECONDS
         for peer in self.peers():
-            peer.close(goodbye=goodbye)
+            peer.close(goodbye_until=goodbye_until)
         self._reception.close()
         deadline = time.monotonic() + patience
         self.work.close(timeout=patience)
@@ -508,6 +510,6 @@ def _to_nobody(*parts: object) -> None:
 
 def _pong(multiplex: Multiplex) -> None:
     try:
-        multiplex.send(Kind.PONG)
+        multiplex.send_if_free(Kind.PONG)
     except (ConnectionClosed, TransportTimeout):
         pass  # its reader sees the end as well, and tells

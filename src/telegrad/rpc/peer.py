@@ -461,7 +461,7 @@ class Peer:
         for multiplex in self._multiplexes:
             if not multiplex.is_closed:
                 try:
-                    multiplex.send(Kind.PING)
+                    multiplex.send_if_free(Kind.PING)
                 except (ConnectionClosed, TransportTimeout):
                     continue  # its reader sees the end as well, and tells
 
@@ -485,16 +485,13 @@ class Peer:
     def pending_count(self) -> int:
         return sum(m.pending_count for m in self._multiplexes)
 
-    def close(self, *, goodbye: bool) -> None:
-        """Ends all connections; the peer is told that this is no accident."""
+    def close(self, *, goodbye_until: float) -> None:
+        """Ends all connections; the peer is told that this is no accident, if it listens until
+        then, a time of `time.monotonic`."""
         self._is_closed = True
-        if goodbye:
-            for multiplex in self._multiplexes:
-                if not multiplex.is_closed:
-                    try:
-                        multiplex.send(Kind.GOODBYE)
-                    except (ConnectionClosed, TransportTimeout):
-                        continue  # it is gone already
+        for multiplex in self._multiplexes:
+            if not multiplex.is_closed:
+                multiplex.say_goodbye(max(1e-3, goodbye_until - time.monotonic()))
         self.lose("this worker has shut down")
         self._end_connections()  # also if it was lost before
         for multiplex in self._multiplexes:

@@ -251,7 +251,7 @@ class Worker:
         for extension in self.extensions.values():
             extension.close()
         self.references.close()
-        self.agent.network.close(goodbye=True, patience=patience)
+        self.agent.network.close(patience=patience)
 
     def close_at_exit(self) -> None:
         """Sees to it that a program which ends without a shutdown ends its worker all the same.
