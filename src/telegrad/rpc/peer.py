@@ -131,7 +131,7 @@ class Peer:
         number = next(self._numbers)
         reads = -1
         try:
-            lane.set_timeout(seconds)
+            lane.set_timeout(seconds, None if seconds is None else time.monotonic() + seconds)
             lane.send(kind, flags, number, context_id, message_id, body, buffers)
             reads = lane.reads
             frame = lane.receive()

@@ -6,8 +6,9 @@ sends and one thread receives at a time. Every implementation passes the contrac
 `telegrad.testing.transport_contract`.
 
 What ends a wait: `receive` ends in a frame, in `TransportTimeout` once `set_timeout` seconds have
-passed, or in `ConnectionClosed` when either end closes or the peer dies. `interrupt` makes a wait
-in another thread end in `ConnectionClosed` at once. `accept` ends when the listener is closed.
+passed, or it has got too late for the rest of a message, or in `ConnectionClosed` when either end
+closes or the peer dies. `interrupt` makes a wait in another thread end in `ConnectionClosed` at
+once. `accept` ends when the listener is closed.
 """
 
 from __future__ import annotations
@@ -130,8 +131,13 @@ class Connection(Protocol):
         """From now on everything that comes shows at the descriptor; False if something is here
         already that does not."""
 
-    def set_timeout(self, seconds: float | None) -> None:
-        """How long `send` and `receive` wait for the peer; None is for ever."""
+    def set_timeout(self, seconds: float | None, until: float | None = None) -> None:
+        """How long `send` and `receive` wait for the peer; None is for ever.
+
+        Args:
+            until: a time of `time.monotonic`. What keeps going or coming, slowly, is waited for
+                until then; without it, to its end.
+        """
 
     def share_memory(self, memory: MemorySharing) -> None:
         """Offers shared memory for large buffers; a transport that cannot use it ignores it."""

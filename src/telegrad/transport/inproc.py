@@ -116,7 +116,7 @@ class InprocConnection:
     def rest(self) -> bool:
         return not self.poll()
 
-    def set_timeout(self, seconds: float | None) -> None:
+    def set_timeout(self, seconds: float | None, until: float | None = None) -> None:
         self._timeout = seconds
 
     def open_mailbox(self) -> None:

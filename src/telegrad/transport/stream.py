@@ -49,6 +49,7 @@ _JOINED_UP_TO = 1 << 12  # bytes that are copied together rather than gathered b
 _MOST_PARTS = 512  # of one gather-write; IOV_MAX is 1024
 _FIRST_STEP = 1 << 20  # a body grows as its bytes come: nothing is allocated on a header's word
 _REST_SECONDS = 100e-6
+_NOTABLE = 0.1  # seconds of a timeout: to tell the kernel costs as much as a small message
 _CUT = int(socket.MSG_CTRUNC)  # descriptors came, and there was no room for them in this process
 _WAKE = pack_header(Kind.WAKE, 0, 0, 0, -1, -1, 0)
 
@@ -72,6 +73,7 @@ class SocketConnection:
         self._end = 0
         self.reads = 0
         self._timeout: float | None = None
+        self._until: float | None = None
         self._shared: SharedBuffers | None = None
         self._passes_descriptors = sock.family == socket.AF_UNIX
         self._mailbox: Mailbox | None = None
@@ -138,14 +140,33 @@ class SocketConnection:
                 sent = self._socket.send(parts[0])
             else:
                 sent = self._socket.sendmsg(parts[:_MOST_PARTS])
+            is_long = total > _JOINED_UP_TO
             while sent < total:
                 parts = _after(parts, sent)
                 total -= sent
-                sent = self._socket.sendmsg(parts[:_MOST_PARTS])
+                sent = self._write_more(parts[:_MOST_PARTS])
+            if is_long and self._until is not None:
+                self._shorten_timeout(self._until)
         except BlockingIOError:
             raise TransportTimeout from None
         except OSError as error:
             raise ConnectionClosed(str(error)) from None
+
+    def _write_more(self, parts: list[Any]) -> int:
+        if self._until is None:
+            return self._socket.sendmsg(parts)
+        if not is_ready(self._socket, select.POLLOUT, self._until - time.monotonic()):
+            raise TransportTimeout
+        try:
+            return self._socket.sendmsg(parts, (), socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0
+
+    def _shorten_timeout(self, until: float) -> None:
+        """A message has left that may have taken a while: so much less is left for the answer."""
+        left = max(until - time.monotonic(), 0.0)
+        if self._timeout is not None and left < self._timeout - _NOTABLE:
+            self.set_timeout(left, until)
 
     # -- receiving
 
@@ -402,6 +423,8 @@ class SocketConnection:
     def _read_rest(self, target: memoryview) -> int:
         """Reads more of a message of which a part is here. The rest is mostly just being written:
         who goes to sleep for it is woken at once, which takes longer than the writing."""
+        if self._until is not None and time.monotonic() > self._until:
+            raise TransportTimeout
         if self._patience.is_on:
             end = time.perf_counter() + _REST_SECONDS
             while time.perf_counter() < end:
@@ -410,6 +433,10 @@ class SocketConnection:
                     return count
                 if count:
                     break
+        if self._until is not None and not is_ready(
+            self._socket, select.POLLIN, self._until - time.monotonic()
+        ):
+            raise TransportTimeout
         return self._read_into(target)
 
     def _try_read(self, target: memoryview) -> int:
@@ -459,7 +486,8 @@ class SocketConnection:
 
     # -- the connection
 
-    def set_timeout(self, seconds: float | None) -> None:
+    def set_timeout(self, seconds: float | None, until: float | None = None) -> None:
+        self._until = until
         if seconds == self._timeout:
             return
         self._timeout = seconds

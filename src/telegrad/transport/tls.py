@@ -66,7 +66,11 @@ class TlsConnection(SocketConnection):
 
     def _complete(self, step: Callable[[], int]) -> int:
         """Takes a step as soon as it can be taken, within the timeout."""
-        end = None if self._timeout is None else time.monotonic() + self._timeout
+        end = self._until
+        if end is None and self._timeout is not None:
+            end = time.monotonic() + self._timeout
+        if end is not None and time.monotonic() > end:
+            raise TransportTimeout
         while True:
             try:
                 with self._step_lock:
@@ -97,8 +101,8 @@ class TlsConnection(SocketConnection):
     def fileno(self) -> int:
         return -1  # that the socket is readable does not tell: TLS has messages of its own
 
-    def set_timeout(self, seconds: float | None) -> None:
-        self._timeout = seconds
+    def set_timeout(self, seconds: float | None, until: float | None = None) -> None:
+        self._timeout, self._until = seconds, until
 
     def interrupt(self) -> None:
         try:

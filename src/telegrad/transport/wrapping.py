@@ -104,8 +104,8 @@ class WrappedConnection:
     def rest(self) -> bool:
         return self._connection.rest()
 
-    def set_timeout(self, seconds: float | None) -> None:
-        self._connection.set_timeout(seconds)
+    def set_timeout(self, seconds: float | None, until: float | None = None) -> None:
+        self._connection.set_timeout(seconds, until)
 
     def share_memory(self, memory: MemorySharing) -> None:
         self._connection.share_memory(memory)
