@@ -406,6 +406,29 @@ def test_a_worker_that_does_not_come_is_named_at_the_timeout(scheme, tmp_path):
     assert "worker 1 of 2 did not come to the meeting place in time" in answer
 
 
+STORE = """
+import os, signal
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+store.wait(["telegrad/0/host/1"])  # afterwards it waits for the other one
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+def test_a_meeting_place_that_falls_silent_is_not_waited_for_any_longer():
+    command = (sys.executable, "-c", STORE)
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as keeper:
+        try:
+            port = int(keeper.stdout.readline())
+            options = rpc.RpcOptions(init_method=f"tcp://127.0.0.1:{port}", rpc_timeout=3.0)
+            answer = answer_of_one("worker1", 1, options, 2)
+        finally:
+            keeper.kill()
+    assert "meeting place was lost while worker 0 of 2 was waited for" in answer
+    assert "the store has not answered" in answer
+
+
 @pytest.fixture
 def store():
     store = torch.distributed.HashStore()

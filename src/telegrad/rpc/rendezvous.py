@@ -9,7 +9,8 @@ it does not know reads on in the store.
 A worker that is started again after a crash finds a record under its id. If nobody answers at its
 addresses the newcomer takes its place; otherwise the id is taken, and it fails.
 
-Every wait here is a wait on the store, and ends in the value or after the agent's timeout.
+Every wait here is a wait on the store, and ends in the value or after the agent's timeout, also if
+the store has vanished.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from telegrad.errors import TelegradError
 from telegrad.ids import MAX_WORKER_ID
 from telegrad.rpc.options import LONGEST_TIMEOUT, RpcOptions
+from telegrad.rpc.patient_store import PatientStore
 from telegrad.rpc.worker_info import WorkerInfo
 
 __all__ = ["Directory", "Record", "host_identity", "meet"]
@@ -172,11 +174,12 @@ def _fresh(store: Store, place: str, rank: int) -> Store:
     with it. A process that takes the place of a crashed one goes where that one was.
     """
     last = f"telegrad/generation/{rank}"
-    if _starts[place] == 0 and store.check([last]):
-        number = int(store.get(last))
+    patient = PatientStore(store)
+    if _starts[place] == 0 and patient.check([last]):
+        number = int(patient.get(last))
     else:
         number = _starts[place]
-        store.set(last, str(number))
+        patient.set(last, str(number))
     _starts[place] += 1
     return PrefixStore(f"telegrad/{number}", store)
 
@@ -189,7 +192,7 @@ class Directory:
     """
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
-        self._store = store
+        self._store = PatientStore(store)
         self._rank = rank
         self._world_size = world_size
         self._seen = 0  # slots of an open group that have been looked at
@@ -331,6 +334,12 @@ class Directory:
     def _get(self, key: str, rank: int) -> bytes:
         try:
             return bytes(self._store.get(key))
+        except dist.DistNetworkError as error:
+            raise TelegradError(
+                f"the meeting place was lost while worker {rank} of {self._world_size} was waited "
+                f"for there: {str(error).splitlines()[0]}. Check the worker of rank 0, or whatever "
+                "keeps the store, and the network"
+            ) from None
         except RuntimeError as error:
             raise TelegradError(
                 f"worker {rank} of {self._world_size} did not come to the meeting place in time: "

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn, Protocol
 
+import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from telegrad.errors import NotInitialized, RpcTimeout, TelegradError, WorkerLost
@@ -344,6 +345,24 @@ def start_worker(
         store: where to meet; by default what `options.init_method` says.
         prepare: gets the worker before it talks to anybody.
     """
+    try:
+        return _start_worker(name, rank, world_size, options, store, prepare)
+    except dist.DistNetworkError as error:
+        raise TelegradError(
+            f"worker {name!r} lost the meeting place before it had joined the group: "
+            f"{str(error).splitlines()[0]}. Check the worker of rank 0, or whatever keeps the "
+            "store, and the network"
+        ) from None
+
+
+def _start_worker(
+    name: str,
+    rank: int,
+    world_size: int | None,
+    options: RpcOptions,
+    store: Store | None,
+    prepare: Callable[[Worker], None] | None,
+) -> Worker:
     if store is None:
         store, rank, size = meet(options, rank, world_size)
     else:
