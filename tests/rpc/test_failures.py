@@ -226,6 +226,17 @@ def test_a_graceful_end_does_not_wait_for_the_dead():
         group.kill("worker1")
 
 
+def test_a_graceful_end_does_not_look_for_the_dead_again(monkeypatch):
+    watched = []
+    with cluster(3) as group:
+        network = current.current().agent.network
+        rpc.rpc_sync("worker1", add, (1, 1))
+        group.kill("worker1")
+        until(lambda: network.is_lost(1))
+        monkeypatch.setattr(network, "watch", watched.append)
+    assert set(watched) == {0, 2}
+
+
 def test_a_graceful_end_without_the_others_ends_by_its_timeout():
     with cluster(2, graceful=False):
         begun = time.monotonic()

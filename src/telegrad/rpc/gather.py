@@ -102,9 +102,12 @@ class Gatherings:
             gathering.told[source] = value
             gathering.questions[source] = _Question(frame, send)
         if is_new:
-            # One that dies without ever having spoken to this worker must be noticed as well.
+            # One that dies without ever having spoken to this worker must be noticed as well. One
+            # that is lost has been: to knock there again may take as long as any connection.
+            network = self._agent.network
             for worker in key[0]:
-                self._agent.network.work.submit(partial(self._agent.network.watch, worker))
+                if not network.is_lost(worker):
+                    network.work.submit(partial(network.watch, worker))
         self._proceed()
 
     def _on_lost(self, worker: int, reason: str) -> None:
