@@ -7,6 +7,7 @@ import time
 import pytest
 
 from telegrad import rpc
+from telegrad.compat.rpc.options import TensorPipeRpcBackendOptions
 from telegrad.errors import RpcTimeout
 from telegrad.testing.cluster import cluster
 
@@ -57,6 +58,16 @@ def test_a_timeout_that_is_no_number_is_refused_at_once(call, timeout):
         CALLS_WITH_A_TIMEOUT[call]("worker1", timeout)
     with pytest.raises(kind, match=r"^rpc_timeout must be a number of seconds"):
         rpc.RpcOptions(rpc_timeout=timeout)
+
+
+@pytest.mark.parametrize("timeout", [-5, -0.001, float("-inf")])
+@pytest.mark.parametrize("call", CALLS_WITH_A_TIMEOUT)
+def test_a_negative_timeout_is_refused_at_once(call, timeout):
+    with pytest.raises(ValueError, match=r"^timeout must not be negative"):
+        CALLS_WITH_A_TIMEOUT[call]("worker1", timeout)
+    for options in (rpc.RpcOptions, TensorPipeRpcBackendOptions):
+        with pytest.raises(ValueError, match=r"^rpc_timeout must not be negative"):
+            options(rpc_timeout=timeout)
 
 
 def test_endless_timeouts_of_options_are_zero():

@@ -132,7 +132,7 @@ def rpc_sync(
         RpcTimeout: the reply did not come in time; the function may still be running.
         WorkerLost: the worker died, or cannot be reached.
         SerializationError: an argument or the result cannot be sent; it says which.
-        TypeError, ValueError: the timeout is no number.
+        TypeError, ValueError: the timeout is no number, or negative.
         Exception: whatever the function raised; its cause holds the remote traceback.
     """
     if timeout != UNSET_RPC_TIMEOUT:
@@ -226,10 +226,7 @@ def get_rpc_timeout() -> float:
 
 
 def _set_rpc_timeout(seconds: float) -> None:
-    seconds = checked_timeout(seconds)
-    if seconds < 0:
-        raise ValueError(f"a timeout must not be negative, got {seconds}")
-    current.current().agent.rpc_timeout = seconds
+    current.current().agent.rpc_timeout = checked_timeout(seconds)
 
 
 @contextlib.contextmanager
@@ -257,7 +254,8 @@ def _all_gather(
     Raises:
         RpcTimeout, WorkerLost
     """
-    timeout = checked_timeout(timeout)
+    if timeout != UNSET_RPC_TIMEOUT:
+        timeout = checked_timeout(timeout)
     worker = current.current()
     members = worker.agent.network.members()
     if worker_names is not None:

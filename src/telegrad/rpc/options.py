@@ -35,7 +35,7 @@ def checked_timeout(seconds: Any, name: str = "timeout") -> float:
 
     Raises:
         TypeError: it is no number.
-        ValueError: it is NaN.
+        ValueError: it is negative, or NaN.
     """
     is_number = isinstance(seconds, (float, int, Real)) and not isinstance(seconds, bool)
     if not is_number:
@@ -44,6 +44,8 @@ def checked_timeout(seconds: Any, name: str = "timeout") -> float:
         return 0.0
     if math.isnan(seconds):
         raise ValueError(f"{name} must be a number of seconds, with 0 for no limit; got nan")
+    if seconds < 0:
+        raise ValueError(f"{name} must not be negative; 0 is no limit; got {seconds!r}")
     return float(seconds)
 
 
@@ -165,8 +167,6 @@ class RpcOptions:
 
     def __post_init__(self) -> None:
         self.rpc_timeout = checked_timeout(self.rpc_timeout, "rpc_timeout")
-        if self.rpc_timeout < 0:
-            raise ValueError(f"rpc_timeout must not be negative, got {self.rpc_timeout}")
         if self.num_worker_threads < 1:
             raise ValueError(f"num_worker_threads must be positive, got {self.num_worker_threads}")
         if self.transport not in ("auto", "unix", "tcp", "inproc"):
