@@ -169,6 +169,15 @@ def test_without_memory_for_segments_buffers_take_the_socket(pair, monkeypatch, 
     assert not pair.lender._own
 
 
+def test_all_memory_of_a_segment_is_had_before_it_is_touched():
+    descriptor, mapping = shm.sealed_memory(100_000_000)
+    try:
+        assert os.fstat(descriptor).st_blocks * 512 >= len(mapping)
+    finally:
+        os.close(descriptor)
+        mapping.close()
+
+
 def test_unused_segments_are_let_go_after_a_while(pair):
     pair.send(bytes(LARGE))
     now = time.monotonic()

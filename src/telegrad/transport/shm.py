@@ -64,6 +64,7 @@ _numbers = itertools.count(1)
 
 _FREE, _LENT, _RETIRED, _HANDED, _KEPT, _LOST = range(6)
 _DATA = mmap.PAGESIZE  # the state has the first page to itself, data begins page-aligned
+_STEP = 1 << 26
 _SEALS = getattr(fcntl, "F_SEAL_SHRINK", 2) | getattr(fcntl, "F_SEAL_GROW", 4)
 
 
@@ -357,6 +358,10 @@ def sealed_memory(size: int) -> tuple[int, mmap.mmap]:
     descriptor = os.memfd_create("telegrad", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, size)
+        # Where the system has no page for memory that was promised, touching it kills the process
+        # (SIGBUS). In steps, for a signal in the middle of one undoes it.
+        for start in range(0, size, _STEP):
+            os.posix_fallocate(descriptor, start, min(_STEP, size - start))
         # The other process must be able to trust the size: reading past a shrunk file kills it.
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
         return descriptor, _map(descriptor, size)
