@@ -10,12 +10,13 @@ import torch
 
 from telegrad import rpc
 from telegrad.autograd import backward, context, get_gradients
-from telegrad.errors import SerializationError
+from telegrad.errors import SerializationError, TelegradError
 from telegrad.testing.cluster import cluster
 
 LARGE = 1 << 18
 
 _held: list[int] = []
+_limits = resource.getrlimit(resource.RLIMIT_NOFILE)
 
 
 def use_up_descriptors():
@@ -31,6 +32,7 @@ def use_up_descriptors():
 def give_descriptors_back():
     while _held:
         os.close(_held.pop())
+    resource.setrlimit(resource.RLIMIT_NOFILE, _limits)
 
 
 def same(tensor):
@@ -53,6 +55,38 @@ def test_a_large_argument_fails_its_call_alone():
         rpc.rpc_sync("worker1", give_descriptors_back)
         assert rpc.rpc_sync("worker1", same, (torch.ones(LARGE),)).sum() == LARGE
         assert reference.to_here().tolist() == [1, 1, 1]
+
+
+def ones():
+    return torch.ones(LARGE)
+
+
+def test_a_large_result_fails_its_call_alone_and_names_it():
+    with cluster(2):
+        assert rpc.rpc_sync("worker1", same, (1,)) == 1
+        assert rpc.rpc_async("worker1", same, (1,)).wait() == 1
+        use_up_descriptors()
+        try:
+            named = r"result of the call of .*ones on worker 'worker1': .*no file descriptor"
+            with pytest.raises(SerializationError, match=named):
+                rpc.rpc_sync("worker1", ones)
+            with pytest.raises(SerializationError, match=named):
+                rpc.rpc_async("worker1", ones).wait()
+            assert rpc.rpc_sync("worker1", same, (1,)) == 1
+        finally:
+            give_descriptors_back()
+        assert rpc.rpc_sync("worker1", ones).sum() == LARGE
+
+
+def test_a_caller_without_a_descriptor_for_a_connection_says_so():
+    with cluster(2):
+        use_up_descriptors()
+        try:
+            with pytest.raises(TelegradError, match=r"'worker1' cannot be .* here: .*open files"):
+                rpc.rpc_sync("worker1", same, (1,))
+        finally:
+            give_descriptors_back()
+        assert rpc.rpc_sync("worker1", same, (1,)) == 1
 
 
 def test_a_reference_beside_a_large_argument_ends():

@@ -23,7 +23,7 @@ import torch
 from torch import is_grad_enabled
 from torch.futures import Future
 
-from telegrad.errors import RpcTimeout, TelegradError, WorkerLost
+from telegrad.errors import RpcTimeout, SerializationError, TelegradError, WorkerLost
 from telegrad.rpc.async_call import AsyncCall
 from telegrad.rpc.call_head import pack_call_head
 from telegrad.rpc.conversation import Interruption, messages_in
@@ -128,6 +128,10 @@ class Agent:
                 flags |= Flags.RIDER
                 head = pack_rider(kind, self.codec.encode(rider, to).payload) + head
                 break  # there is room for one
+
+        def what() -> str:
+            return describe_call(func, args)
+
         try:
             frame = peer.exchange(
                 Kind.CALL,
@@ -136,13 +140,13 @@ class Agent:
                 (head, encoded.payload),
                 encoded.buffers,
                 seconds or None,
-                lambda: describe_call(func, args),
+                what,
                 flags,
             )
         except TelegradError as error:
             self._take_back_after(encoded, error)
             raise
-        return self.result(to, frame)
+        return self.result(to, frame, what)
 
     def call_async(
         self,
@@ -413,7 +417,7 @@ class Agent:
             what,
             0 if is_grad_enabled() else Flags.NO_GRAD,
         )
-        return self.result(to, frame)
+        return self.result(to, frame, what)
 
     def handle(self, kind: Kind, handler: Handler, rescue: Rescue | None = None) -> None:
         self.service.handle(kind, handler, rescue)
@@ -430,10 +434,16 @@ class Agent:
     def run_aside(self, work: Callable[[], None]) -> None:
         self.network.work.submit(work)
 
-    def result(self, source: int, frame: Frame) -> Any:
-        """What a reply holds: returned, or raised."""
+    def result(self, source: int, frame: Frame, what: Callable[[], str]) -> Any:
+        """What the reply to a call, or to something else, holds: returned, or raised."""
         if frame.kind is Kind.REPLY:
-            return self.service.decode(source, frame, frame.body)
+            try:
+                return self.service.decode(source, frame, frame.body)
+            except SerializationError as error:
+                raise SerializationError(
+                    f"the result of {what()} on worker {self.name_of(source)!r}: {error}",
+                    path=error.path,
+                ) from error
         if frame.kind is Kind.ERROR:
             raise rebuild_failure(self.codec, self.codec.decode(frame.body, frame.buffers))
         raise TelegradError(f"a {frame.kind.name} message came where a reply was expected")
@@ -442,7 +452,7 @@ class Agent:
         """A reply that nobody waits for. References in it must be unpacked, so that they end."""
         frame.context_id = NO_CONTEXT
         try:
-            self.result(source, frame)
+            self.result(source, frame, lambda: "a call that was given up")
         except BaseException as error:  # noqa: BLE001 - nobody is there to hear of it
             _log.debug("a late reply of worker %d: %r", source, error)
 

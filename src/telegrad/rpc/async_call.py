@@ -52,7 +52,7 @@ class AsyncCall(PendingCall):
 
     def succeed(self, frame: Frame) -> None:
         try:
-            value = self._agent.result(self.to, frame)
+            value = self._agent.result(self.to, frame, self.what)
         except BaseException as error:  # noqa: BLE001 - whatever it is, it is the caller's
             self.settle_error(as_exception(error))
             return

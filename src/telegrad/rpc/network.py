@@ -301,6 +301,10 @@ class Network:
             if connection is not None:
                 peer.remove(connection)
                 connection.close()
+            if isinstance(error, OSError):  # there is no descriptor or memory for it here
+                raise TelegradError(
+                    f"worker {peer.info.name!r} cannot be connected to from here: {error}"
+                ) from None
             if not isinstance(error, _FAILURES_TO_CONNECT):
                 raise
             is_late = isinstance(error, TransportTimeout)
