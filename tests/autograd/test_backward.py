@@ -106,6 +106,8 @@ def test_roots_are_checked(engine, context):
         ([torch.rand(3, 3)], "requires_grad not set on"),
         ([torch.rand(3, 3, requires_grad=True)], "is not a scalar, all roots need to be scalar"),
         ([torch.rand(1, requires_grad=True)], "does not have a valid gradient function"),
+        ([torch.rand(1, requires_grad=True) * 1j], "is complex, all roots need to be real"),
+        ([torch.rand(0, requires_grad=True) * 2], "is not a scalar, all roots need to be scalar"),
     ]:
         with pytest.raises(RuntimeError, match=text):
             engine.backward(context.id, roots)

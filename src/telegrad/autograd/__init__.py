@@ -84,7 +84,7 @@ def backward(
 
     Args:
         context_id: what `context()` gave.
-        roots: scalars with a history; usually one, the loss.
+        roots: real scalars with a history; usually one, the loss.
         retain_graph: keeps the graph on all workers, so that another pass may go through it.
         create_graph: makes the gradients differentiable themselves, across workers.
 

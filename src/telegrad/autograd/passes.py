@@ -145,5 +145,9 @@ def check_roots(context_id: Any, roots: Any) -> None:
                 f"root {number} is not a scalar, all roots need to be scalar: it has the shape "
                 f"{tuple(root.shape)}"
             )
+        if root.is_complex():
+            raise BackwardError(
+                f"root {number} is complex, all roots need to be real: it has the type {root.dtype}"
+            )
         if root.grad_fn is None:
             raise BackwardError(f"root {number} does not have a valid gradient function.")
