@@ -264,6 +264,25 @@ def test_gradients_are_not_copied_without_need(engine, context):
     assert len({got[b].data_ptr(), got[c].data_ptr(), pointers["two"]}) == 3
 
 
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("is_called", [False, True])
+@pytest.mark.parametrize("is_hooked", [False, True])
+def test_each_leaf_has_a_gradient_of_its_own(
+    cluster, engine, context, create_graph, is_called, is_hooked
+):
+    """One that is changed in place, clipped say, changes no other."""
+    a, b, c = (torch.rand(3, requires_grad=True) for _ in range(3))
+    if is_hooked:
+        a.register_hook(lambda gradient: None)
+    both = cluster.call(0, 1, torch.add, a, b) if is_called else a + b
+    engine.backward(context.id, [(both + c).sum()], create_graph=create_graph)
+    got = engine.get_gradients(context.id)
+    for gradient in got.values():
+        gradient.detach().mul_(2)
+    for leaf in (a, b, c):
+        assert torch.equal(got[leaf], torch.full((3,), 2.0))
+
+
 def test_a_gradient_off_the_wire_becomes_the_contexts_without_a_copy(cluster, engine, context):
     t = torch.randn(5, 6, requires_grad=True)
     arrived = []

@@ -201,8 +201,6 @@ class LocalPass:
 
     def _into_free_leaves(self, entering: Entering) -> list[LeafGradient]:
         """A free leaf has no hooks: what is for it needs no engine."""
-        if self.create_graph:
-            return [(_leaf_of(key), gradient, None) for key, gradient in entering.items()]
         found: list[LeafGradient] = []
         for key in entering:
             leaf = _leaf_of(key)

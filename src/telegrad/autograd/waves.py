@@ -132,11 +132,8 @@ def catch(
     for number, node in enumerate(leaves):
         if caught[number] is not None:
             leaf = node.variable
-            if owner.create_graph:
-                found.append((leaf, caught[number], None))
-            else:
-                # Referred to by the list and by nobody else, if it can be taken over as it is.
-                found.append((leaf, adopt(caught[number], leaf, references=1), None))
+            # Referred to by the list and by nobody else, if it can be taken over as it is.
+            found.append((leaf, adopt(caught[number], leaf, references=1), None))
     outgoing: list[Outgoing] = []
     position = len(leaves)
     for node in graph.recvs:
@@ -285,8 +282,6 @@ class Wave:
         return (None,)
 
     def _take(self, node: Any) -> torch.Tensor:
-        if self._owner.create_graph:
-            return self._found[node]
         # Referred to by the dictionary and by nobody else, if it can be taken over as it is.
         return adopt(self._found[node], node.variable, references=1)
 
