@@ -38,11 +38,30 @@ def trainer(rank, path, outcomes, options):
                 torch.testing.assert_close(got[parameter], parameter.grad)
             ddp.zero_grad()
             plain.zero_grad()
+        single = torch.nn.Linear(2, 2, bias=False)
+        passes_of_one_context_add_up(DistributedDataParallel(single, **options))
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
         outcomes.put("")
     except BaseException:
         outcomes.put(traceback.format_exc())
+
+
+def passes_of_one_context_add_up(ddp):
+    """The bucket of its only parameter is as large as the gradient, and is used in every pass."""
+    import telegrad.autograd as dist_autograd
+
+    weight = ddp.module.weight
+    for _ in range(2):  # in the first, DistributedDataParallel chooses its buckets
+        inputs = torch.rand(3, 4, 2)
+        with dist_autograd.context() as context_id:
+            for x in inputs:
+                dist_autograd.backward(context_id, [ddp(x).norm()])
+            got = dist_autograd.get_gradients(context_id)[weight]
+        for x in inputs:
+            ddp(x).norm().backward()
+        torch.testing.assert_close(got, weight.grad)
+        weight.grad = None
 
 
 @pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=["copy", "view"])

@@ -72,13 +72,14 @@ class GradLoan:
         """Puts `.grad` back, and returns what the wave left in it."""
         found: list[torch.Tensor | None] = []
         for leaf, grad in self.set_aside:
-            gradient = leaf.grad
+            gradient: Any = leaf.grad
+            leaf.grad = grad
             if gradient is not None and gradient.layout is torch.strided:
                 storage = gradient.untyped_storage()
-                if storage.nbytes() != gradient.nbytes:  # a view of a reducer's bucket
+                # A reducer's bucket, or a view of one: the next pass writes to it.
+                if gradient._use_count() > 1 or storage.nbytes() != gradient.nbytes:
                     gradient = gradient.clone()
             found.append(gradient)
-            leaf.grad = grad
         with _returned:
             for leaf_id in self._ids:
                 _lent.pop(leaf_id, None)
