@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.testing._internal.two_tensor import TwoTensor
 
 from telegrad.errors import SerializationError
-from telegrad.wire.codec import Codec, Encoded
+from telegrad.wire.codec import Codec, Encoded, Packet
 from telegrad.wire.tensors import CODES, INLINE_LIMIT
 
 LARGE = INLINE_LIMIT  # this many elements never ride in the payload
@@ -385,6 +386,20 @@ def test_nested_tensors_travel() -> None:
 def test_layouts_that_cannot_travel_are_refused_with_advice() -> None:
     with pytest.raises(SerializationError, match="to_dense"):
         Codec().encode(torch.ones(3).to_mkldnn())
+
+
+def test_dual_tensors_are_refused_with_advice() -> None:
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(torch.ones(3), torch.ones(3))
+        for value in (dual, {"x": [dual * 2]}, nn.Parameter(torch.ones(3)) * dual):
+            with pytest.raises(SerializationError, match="unpack_dual"):
+                Codec().encode(value)
+        with pytest.raises(SerializationError, match="unpack_dual"):
+            Codec().encode_arguments((torch.ones(3), dual), None)
+        with pytest.raises(SerializationError, match="unpack_dual"):
+            Codec().encode(Packet(b"", [dual]))
+        primal, tangent = send(tuple(forward_ad.unpack_dual(dual)))
+        assert torch.equal(primal, tangent)
 
 
 def test_storages_arrive_shared_with_their_tensors() -> None:

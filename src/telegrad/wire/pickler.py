@@ -27,7 +27,16 @@ from torch import Tensor
 from telegrad.errors import SerializationError
 from telegrad.wire import revival
 from telegrad.wire.references import function_named, name_of
-from telegrad.wire.tensors import CODES, Entry, Part, Sparse, Whole, is_plain, keeps_grad
+from telegrad.wire.tensors import (
+    CODES,
+    Entry,
+    Part,
+    Sparse,
+    Whole,
+    has_tangent,
+    is_plain,
+    keeps_grad,
+)
 
 __all__ = ["Reducer", "ValuePickler"]
 
@@ -196,6 +205,11 @@ def _reduce_tensor(pickler: ValuePickler, tensor: Tensor) -> Any:
 
 def _reduce_plain(pickler: ValuePickler, tensor: Tensor) -> Any:
     original = pickler.originals.get(id(tensor), tensor)
+    if has_tangent(tensor):
+        raise SerializationError(
+            "a dual tensor of forward-mode differentiation cannot be sent, its tangent would be "
+            "lost: send what forward_ad.unpack_dual gives"
+        )
     if tensor.is_meta:
         return revival.meta, (
             tuple(tensor.shape),

@@ -22,6 +22,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, is_grad_enabled
+from torch.autograd import forward_ad
 
 from telegrad.errors import ProtocolError
 from telegrad.wire.tensors import ALIGNED, CODES, DTYPE_NAMES, DTYPES, INLINE_LIMIT
@@ -58,6 +59,8 @@ def pack_small(
     Args:
         may_overlap: those that share memory, also with themselves, may become separate ones.
     """
+    if forward_ad._current_level >= 0:  # there may be dual tensors, which have to be refused
+        return None
     records: list[bytes] = []
     data: list[bytes] = []
     grads: list[Tensor] = []

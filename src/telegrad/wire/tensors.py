@@ -24,6 +24,7 @@ from typing import Final
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 INLINE_LIMIT: Final = 16 * 1024
 """Spans below this many bytes ride in the payload.
@@ -91,7 +92,16 @@ def is_plain(tensor: Tensor) -> bool:
         and not tensor.__dict__
         and tensor.dtype in CODES
         and not tensor.is_nested
+        and not has_tangent(tensor)
     )
+
+
+def has_tangent(tensor: Tensor) -> bool:
+    """Whether forward-mode differentiation is under way and goes through the tensor."""
+    if forward_ad._current_level < 0:
+        return False
+    tangent: Tensor | None = forward_ad.unpack_dual(tensor).tangent  # type: ignore[no-untyped-call]
+    return tangent is not None
 
 
 @dataclass(slots=True)
