@@ -461,6 +461,19 @@ def test_wrapper_subclasses_travel_with_the_tensors_they_wrap() -> None:
     assert torch.equal(arrived.a, torch.ones(5000))
 
 
+def test_those_that_require_grad_are_refused_with_advice() -> None:
+    """They would arrive as leaves, and gradients would never find their way back."""
+    parts = [torch.ones(2), torch.ones(3)]
+    jagged = torch.nested.nested_tensor(parts, layout=torch.jagged, requires_grad=True)
+    two = TwoTensor(torch.ones(3), torch.ones(3)).requires_grad_()
+    for tensor in (jagged, two, two * 2, nn.Parameter(two.detach())):
+        with pytest.raises(SerializationError, match=r"detach\(\)"):
+            Codec().encode(tensor)
+        arrived = send(tensor.detach())
+        assert type(arrived) is type(tensor)
+        assert not arrived.requires_grad
+
+
 def test_other_objects_of_torch_are_just_pickled() -> None:
     value = [torch.Size([1, 2]), torch.float16, torch.device("cpu"), torch.strided]
     assert send(value) == value

@@ -188,10 +188,16 @@ def _reduce_tensor(pickler: ValuePickler, tensor: Tensor) -> Any:
     own_way = (
         cls.__reduce_ex__ not in (Tensor.__reduce_ex__, torch.nn.Parameter.__reduce_ex__)
         or cls.__reduce__ is not Tensor.__reduce__
-        or cls.__torch_dispatch__ is not Tensor.__torch_dispatch__
         or cls in copyreg.dispatch_table
     )
-    if own_way:
+    is_wrapper = cls.__torch_dispatch__ is not Tensor.__torch_dispatch__
+    # Torch takes both apart without a history.
+    if (tensor.is_nested or (is_wrapper and not own_way)) and keeps_grad(tensor):
+        raise SerializationError(
+            "a tensor that wraps others and requires grad cannot be sent: send those that it "
+            "wraps, or what .detach() gives"
+        )
+    if own_way or is_wrapper:
         return NotImplemented
     with torch._C.DisableTorchFunctionSubclass():
         plain = tensor.detach()
