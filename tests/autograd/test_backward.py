@@ -283,6 +283,32 @@ def test_each_leaf_has_a_gradient_of_its_own(
         assert torch.equal(got[leaf], torch.full((3,), 2.0))
 
 
+def test_a_gradient_that_the_graph_needs_is_not_the_contexts(engine, context):
+    a, b, weight = (torch.rand(3, requires_grad=True) for _ in range(3))
+    engine.backward(context.id, [((a + torch.exp(b)) * weight).sum()], create_graph=True)
+    first = engine.get_gradients(context.id)
+    first[a].detach().zero_()
+    engine.backward(context.id, [first[b].sum()])
+    assert torch.allclose(engine.get_gradients(context.id)[b], torch.exp(b) * weight * 2)
+
+
+@pytest.mark.parametrize("is_hooked", [False, True])
+def test_a_gradient_is_laid_out_like_its_leaf(cluster, engine, context, is_hooked):
+    leaves = [torch.rand(4, 3, requires_grad=True) for _ in range(2)]
+    if is_hooked:
+        for leaf in leaves:
+            leaf.register_hook(lambda gradient: None)
+
+    def transposed(worker):
+        return torch.exp(leaves[worker].t().contiguous())
+
+    there = cluster.call(0, 1, lambda: transposed(1))
+    engine.backward(context.id, [(there * transposed(0)).sum()])
+    for worker, leaf in enumerate(leaves):
+        gradient = cluster.engines[worker].get_gradients(context.id)[leaf]
+        assert gradient.stride() == leaf.stride()
+
+
 def test_a_gradient_off_the_wire_becomes_the_contexts_without_a_copy(cluster, engine, context):
     t = torch.randn(5, 6, requires_grad=True)
     arrived = []
@@ -311,6 +337,9 @@ def test_sparse_gradients_stay_sparse_and_add_up(cluster, engine, context):
     assert got.is_sparse
     want = torch.autograd.grad(lookup().sum(), table)[0].to_dense()
     assert torch.allclose(got.to_dense(), 2 * want)
+    engine.backward(context.id, [cluster.call(0, 1, lambda: table * 2).sum()])
+    got = cluster.engines[1].get_gradients(context.id)[table]
+    assert torch.allclose(got, 2 * want + 2)
 
 
 @pytest.mark.parametrize("worker", [0, 1, 2])
@@ -344,6 +373,38 @@ def test_an_error_anywhere_reaches_the_caller_and_ends_the_pass_everywhere(
 def test_an_error_in_the_callers_first_wave_is_raised_as_it_is(engine, context, fault):
     with pytest.raises(ValueError, match="Simulate error"):
         engine.backward(context.id, [Faulty.apply(torch.rand(2, requires_grad=True)).sum()])
+
+
+def test_an_error_in_a_gradient_that_has_to_wait_is_raised(cluster, engine, context):
+    x, y = (torch.rand(3, requires_grad=True) for _ in range(2))
+    hidden = torch.exp(x)
+    result = cluster.call(0, 1, torch.sin, hidden)
+    loss = (result + torch.special.gammainc(hidden, y)).sum()
+    with pytest.raises(RuntimeError, match="derivative for 'igamma: input' is not implemented"):
+        engine.backward(context.id, [loss])
+
+
+@pytest.mark.parametrize(
+    "combine",
+    [
+        lambda w: w * torch.full((3,), 2.0, dtype=torch.double),
+        lambda w: w + torch.ones(4, 3),
+        lambda w: (w * 1j).abs(),
+    ],
+    ids=["type", "shape", "complex"],
+)
+def test_what_comes_to_a_leaf_past_a_wave_fits_it(cluster, engine, context, combine):
+    """The leaf is also behind what has to wait: the engine is not asked for its gradient."""
+    w = torch.rand(3, requires_grad=True)
+
+    def program(call):
+        hidden = torch.exp(w)
+        return (call(hidden) * torch.tanh(hidden)).sum() + combine(w).sum()
+
+    want = torch.autograd.grad(program(torch.sin), w)[0]
+    engine.backward(context.id, [program(lambda hidden: cluster.call(0, 1, torch.sin, hidden))])
+    got = engine.get_gradients(context.id)[w]
+    torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize("worker", [0, 1])
@@ -412,6 +473,31 @@ def test_releasing_the_context_during_backward_ends_it(cluster, engine, context)
         engine.backward(context.id, [loss])
 
 
+def test_a_context_that_is_released_elsewhere_ends_a_pass_that_comes_there(
+    cluster, engine, context
+):
+    loss = cluster.call(0, 1, torch.sin, torch.rand(3, requires_grad=True)).sum()
+    cluster.dropped = lambda source, to, kind: kind is Kind.CONTEXT_RELEASE
+    cluster.engines[1].release(context.id)
+    with pytest.raises(ContextError, match="on worker 1: it was released during the backward"):
+        engine.backward(context.id, [loss])
+
+
+def test_a_pass_is_dropped_with_the_worker_that_began_it(cluster, engine, context):
+    """In a context that another worker made, and which goes on."""
+
+    def begin(x):
+        loss = cluster.call(1, 2, lambda y: Meet.apply(y), x * 2).sum()
+        Meet.action = lambda: cluster.kill(1)
+        with pytest.raises(WorkerLost):
+            cluster.engines[1].backward(context.id, [loss])
+        return x
+
+    cluster.call(0, 2, torch.sin, torch.rand(3, requires_grad=True))
+    cluster.call(0, 1, begin, torch.rand(3, requires_grad=True))
+    assert not cluster.engines[2].find(context.id).passes
+
+
 def test_passes_of_one_context_may_overlap(cluster, engine, context):
     x = torch.rand(3, requires_grad=True)
     losses = [cluster.call(0, 1, torch.sin, x).sum() for _ in range(8)]
@@ -478,7 +564,9 @@ def test_a_call_to_oneself_is_a_message_like_any_other(cluster, engine, context)
     assert len(context._send_functions()) == 2
 
 
-def test_a_profiler_sees_the_pass(cluster, engine, context):
+@pytest.mark.parametrize("is_conversation", [False, True])
+def test_a_profiler_sees_the_pass(cluster, engine, context, is_conversation):
+    cluster.tosses_tails = lambda: not is_conversation
     a, b = (torch.rand(3, 3, requires_grad=True) for _ in range(2))
     loss = cluster.call(0, 1, torch.add, a, b).sum()
     with torch.autograd.profiler.profile() as profile:

@@ -12,7 +12,6 @@ watches (`unwatched`) take a shorter way, on which their nodes do not run at all
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import torch
 from torch._prims_common import is_non_overlapping_and_dense_or_false
@@ -29,9 +28,9 @@ def adopt(gradient: torch.Tensor, leaf: torch.Tensor, references: int) -> torch.
     The rules are those of torch's AccumulateGrad: nobody else may hold the tensor (`references`
     is how many the caller knows of), and it must be laid out like the leaf, without overlaps.
     """
-    counted: Any = gradient
-    # Two references are our names, one the call of getrefcount.
-    is_ours = _getrefcount(gradient) <= references + 3 and counted._use_count() <= 1
+    # One reference is our name, one the call of getrefcount. If anything of torch's refers to the
+    # tensor, that counts as another.
+    is_ours = _getrefcount(gradient) <= references + 2
     if (
         is_ours
         and gradient.layout is _strided

@@ -377,8 +377,6 @@ def _fit(gradient: torch.Tensor, node: Any, number: int) -> torch.Tensor:
     if gradient.shape != expected.shape:
         gradient = gradient.sum_to_size(expected.shape)
     if gradient.dtype != expected.dtype:
-        if gradient.is_complex() and not expected.dtype.is_complex:
-            gradient = gradient.real
         gradient = gradient.to(expected.dtype)
     return gradient
 
