@@ -75,8 +75,11 @@ def test_folding_loses_no_leaf_and_no_operation(boxes, most):
 
 
 def test_a_small_part_is_left_as_it_is():
-    boxes = [Box(key=n, kind=BoxKind.LEAF, names=(("leaf", 1),)) for n in range(5)]
+    boxes = [Box(key=0, kind=BoxKind.LEAF, names=(("leaf", 1),))]
+    for key in range(1, 5):
+        boxes.append(Box(key=key, kind=BoxKind.OPERATION, names=(("Add", 1),), inputs=(key - 1,)))
     assert fold(boxes, 5) == boxes
+    assert len(fold(boxes, 4)) == 1
 
 
 def test_a_run_of_equal_operations_is_one_box():

@@ -282,6 +282,19 @@ def test_a_chain_of_calls_needs_its_gradient_messages_and_nothing_else():
     assert len(delivered) == 2 * calls + 1
 
 
+def test_one_resolution_strikes_off_also_where_nothing_waits():
+    control = PassControl()
+    reports = {1: (1, Standing.WAITING), 2: (1, Standing.OPEN), 3: (1, Standing.OPEN)}
+    assert control.credit_returned(1, reports) == [AskReachability(worker) for worker in (1, 2, 3)]
+    live, dead, other = message(2, 1), message(2, 2), message(3, 1)
+    control.reachability_told(1, [live], {message(1, 1): []})
+    control.reachability_told(2, [], {live: [other], dead: []})
+    assert control.reachability_told(3, [], {other: []}) == [
+        StrikeOff(1, frozenset(), Fraction(1, 2)),
+        StrikeOff(2, frozenset({live}), Fraction(1, 2)),
+    ]
+
+
 def test_late_events_of_an_ended_pass_change_nothing():
     control = PassControl()
     effects = control.credit_returned(Fraction(1), {0: (1, Standing.CLOSED), 1: (1, Standing.OPEN)})
