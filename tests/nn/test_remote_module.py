@@ -82,6 +82,7 @@ def test_train_and_eval_reach_it(module):
     for mode in (False, True, False):
         assert module.train(mode) is module
         assert rpc.rpc_sync("worker1", is_training, (rref,)) is mode
+        assert module.training is mode
     module.train()
     module.eval()
     assert rpc.rpc_sync("worker1", is_training, (rref,)) is False

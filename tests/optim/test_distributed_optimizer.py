@@ -10,6 +10,8 @@ from torch.optim import lr_scheduler
 from telegrad import autograd, rpc
 from telegrad.errors import ContextError, RemoteError
 from telegrad.optim import DistributedLRScheduler, DistributedOptimizer
+from telegrad.optim.local import Group, LocalOptimizer
+from telegrad.rpc import RRef
 from telegrad.testing.cluster import cluster
 
 
@@ -112,6 +114,19 @@ def test_grad_is_the_programs_own(weights):
     assert all(weight.rpc_sync().grad() is None for weight in weights)
 
 
+def test_a_parameter_without_a_gradient_in_the_context_is_not_stepped(weights):
+    """Whatever the program has in its `.grad`."""
+    idle = Weight(3)
+    idle.w.grad = torch.ones(3, 3)
+    before = idle.w.detach().clone()
+    optimizer = DistributedOptimizer(
+        optim.SGD, [RRef(idle.w), *references(weights)], lr=0.1, weight_decay=0.1
+    )
+    train(weights, optimizer)
+    assert torch.equal(idle.w, before)
+    assert torch.equal(idle.w.grad, torch.ones(3, 3))
+
+
 def test_state_can_be_saved_and_loaded(weights):
     optimizer = DistributedOptimizer(optim.Adam, references(weights), lr=0.01)
     train(weights, optimizer, steps=2)
@@ -150,6 +165,12 @@ def test_a_failure_names_its_worker(weights):
         train(weights, optimizer)
     assert caught.value.worker == "worker2"
     assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_failures_on_several_workers_are_all_told(weights):
+    with pytest.raises(RemoteError, match="no step today") as caught:
+        train(weights, DistributedOptimizer(FailsToStep, references(weights)))
+    assert all(repr(name) in str(caught.value) for name in ("worker1", "worker2"))
 
 
 def test_an_optimizer_that_cannot_be_made_names_its_worker(weights):
@@ -193,6 +214,35 @@ def test_what_is_no_parameter_is_refused():
     for params in (torch.ones(2), [torch.ones(2)]):
         with pytest.raises(TypeError, match="must be RRefs of parameters, got a Tensor"):
             DistributedOptimizer(optim.SGD, [{"params": params}], lr=0.1)
+
+
+def test_while_one_steps_parameters_all_others_of_theirs_wait():
+    params = [RRef(torch.rand(2, requires_grad=True)) for _ in range(20)]
+    are_locked = []
+
+    class Looks(optim.SGD):
+        def step(self, closure=None):
+            are_locked.append([lock.lock.locked() for lock in other._locks])
+
+        def state_dict(self):
+            self.step()
+            return {}
+
+        def load_state_dict(self, state):
+            self.step()
+
+    def of(kind, chosen):
+        return LocalOptimizer(kind, [Group(params=chosen, options={})], (), {"lr": 0.1})
+
+    first, second, *_ = [of(Looks, [param]) for param in params]
+    other = of(optim.SGD, params[::-1])
+    assert other._locks == sorted(other._locks)  # two that share several cannot block each other
+    with autograd.context() as context_id:
+        first.step(context_id)
+        second.step(context_id)
+    first.load_state_dict(first.state_dict())
+    assert [held.index(True) for held in are_locked] == [0, 1, 0, 0]
+    assert all(held.count(True) == 1 for held in are_locked)
 
 
 def trainer(weights, params, steps):
