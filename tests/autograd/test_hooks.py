@@ -125,7 +125,7 @@ def test_hooks_after_a_node_are_as_before_afterwards():
         assert calls == ["once", "every time", "every time"]
         here.release(context.id)
         probe = nodes[0].register_hook(lambda *_: None)
-        assert len(probe.hooks_dict_ref()) == 2
+        assert [hook.__name__ for hook in probe.hooks_dict_ref().values()] == ["<lambda>"] * 2
 
 
 def test_a_hook_after_the_node_of_a_leaf_sees_its_gradient(engine, context):
@@ -170,6 +170,28 @@ def test_a_pass_inside_of_a_pass_of_another_context(engine, context):
     assert engine.get_gradients(other.id)[w].tolist() == [4, 4, 4]
     assert engine.get_gradients(context.id)[x].tolist() == [2, 2, 2]
     engine.release(other.id)
+
+
+def test_a_pass_inside_of_a_pass_through_a_node_that_has_to_wait(engine, context):
+    """What the inner pass brings to that node is none of the outer one's."""
+    with Cluster(2) as cluster:
+        here = cluster.engines[0]
+        outer, others = here.new(), []
+        thread = threading.Thread(target=lambda: others.append(here.new()))
+        thread.start()
+        thread.join()
+        (other,) = others
+        x = leaf()
+        hidden = x * 2
+        result = cluster.call(0, 1, torch.neg, hidden)
+        waits = times(hidden, torch.full((3,), 3.0))
+        inner = waits.sum()
+        result.register_hook(lambda g: here.backward(other.id, [inner], retain_graph=True))
+        here.backward(outer.id, [(result + waits).sum()], retain_graph=True)
+        assert here.get_gradients(outer.id)[x].tolist() == [4, 4, 4]
+        assert here.get_gradients(other.id)[x].tolist() == [6, 6, 6]
+        here.release(outer.id)
+        here.release(other.id)
 
 
 def test_a_pass_that_needs_a_field_that_the_one_around_it_has_is_refused(engine, context):

@@ -126,7 +126,14 @@ def catch(
     for node in graph.recvs:
         for number in range(len(node.received.outputs)):
             ends.append(new_edge((node, number, None)))
-    caught: list[Any] = [*_run_engine(owner, entering, tuple(ends), accumulates=False)]
+    around = current_wave()
+    if around is not None:  # a hook of it runs this pass, whose nodes may be its own as well
+        enter_wave(None)
+    try:
+        caught: list[Any] = [*_run_engine(owner, entering, tuple(ends), accumulates=False)]
+    finally:
+        if around is not None:
+            enter_wave(around)
     entering.clear()  # what entered must not count as a reference to what came out
     found: list[LeafGradient] = []
     for number, node in enumerate(leaves):
