@@ -57,7 +57,6 @@ class Frontier(Generic[Key, Node]):
         self._next: dict[Node, Sequence[Node]] = {}
         self._free: set[Node] = set()
         self._reached: set[Node] = set()
-        self._free_reached: set[Node] = set()
         self._settled: list[Node] = []
         entered = list(roots)
         self._walk(entered, successors, is_free)
@@ -110,7 +109,7 @@ class Frontier(Generic[Key, Node]):
         """Everything that can run now; it counts as run from here on."""
         ready: list[Node] = []
         todo, self._settled = self._settled, []
-        free_reached, self._free_reached = self._free_reached, set()
+        free_reached: set[Node] = set()
         reached, open_, next_, free = self._reached, self._open, self._next, self._free
         while todo:
             node = todo.pop()
@@ -161,8 +160,6 @@ class Frontier(Generic[Key, Node]):
 
     def _settle(self, node: Node, *, is_reached: bool) -> None:
         if node in self._free:
-            if is_reached:
-                self._free_reached.add(node)
             return
         if is_reached:
             self._reached.add(node)

@@ -79,7 +79,6 @@ class LocalPass:
         return Standing.OPEN if self._awaited or self._arrived else Standing.CLOSED
 
     def enter_roots(self, roots: Sequence[torch.Tensor]) -> None:
-        self._sole = None
         for root in roots:
             self.enter(root.grad_fn, root.output_nr, torch.ones_like(root))
 

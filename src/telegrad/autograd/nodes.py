@@ -133,10 +133,9 @@ class SendFunction:
     def next_functions(self) -> tuple[tuple[Any, int], ...]:
         """The edges that gradients leave by. That of a leaf takes a while to find: it is looked for
         when it is asked for, which may be when there is time, while gradients are awaited."""
-        targets = self._targets  # read first: another thread may come to the end of this meanwhile
         if self._edges is None:
             edges: list[tuple[Any, int]] = []
-            for target in targets:
+            for target in self._targets:
                 if isinstance(target, tuple):
                     edges.append(target)
                     continue
@@ -147,7 +146,6 @@ class SendFunction:
                     self._kept.append(function)
                     edges.append(function.next_functions[0])
             self._edges = tuple(edges)
-            self._targets = []
         return self._edges
 
     def name(self) -> str:

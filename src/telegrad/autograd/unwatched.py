@@ -55,8 +55,6 @@ class Unwatched:
         """How many hooks of matter have ever been registered; None if that is just not known: too
         high a count might come true later, when what it counts has become another."""
         own = self._own
-        if self._registering:
-            return None
         count = RemovableHandle.next_id - own
         return None if self._registering or self._own != own else count
 
