@@ -135,6 +135,27 @@ def test_the_graph_is_freed_also_where_waves_met_a_boundary(cluster, engine, con
         engine.backward(context.id, [loss])
 
 
+def test_a_later_pass_does_not_wait_for_what_an_earlier_one_has_freed(cluster, engine, context):
+    x = torch.rand(3, requires_grad=True)
+    hidden = x + 1  # it keeps nothing that could be freed
+    losses = [cluster.call(0, 1, torch.neg, hidden).sum() for _ in range(2)]
+    engine.backward(context.id, [losses[0]])
+    cluster.settle()
+    cluster.sent.clear()
+    engine.backward(context.id, [losses[1]])
+    assert set(cluster.sent) <= {Kind.GRADIENTS, Kind.PASS_END}
+    assert engine.get_gradients(context.id)[x].tolist() == [-2, -2, -2]
+
+
+def test_what_an_earlier_pass_has_freed_may_come_again(cluster, engine, context):
+    """Nothing here keeps what could be freed: torch lets it run as often as one likes."""
+    x = torch.rand(3, requires_grad=True)
+    results = [cluster.call(0, 1, torch.neg, x + 1) for _ in range(4)]
+    engine.backward(context.id, [results[0].sum()])
+    engine.backward(context.id, [sum(results).sum()])
+    assert engine.get_gradients(context.id)[x].tolist() == [-5, -5, -5]
+
+
 def test_a_pass_leaves_nothing_of_a_freed_graph(cluster, engine, context):
     x = torch.rand(3, requires_grad=True)
     hidden = torch.exp(x)
@@ -281,6 +302,24 @@ def test_each_leaf_has_a_gradient_of_its_own(
         gradient.detach().mul_(2)
     for leaf in (a, b, c):
         assert torch.equal(got[leaf], torch.full((3,), 2.0))
+
+
+def test_a_sparse_gradient_of_two_leaves_is_copied(engine, context):
+    class Two(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, y):
+            return x + y
+
+        @staticmethod
+        def backward(ctx, gradient):
+            sparse = gradient.to_sparse()
+            return sparse, sparse
+
+    a, b = (torch.rand(3, requires_grad=True) for _ in range(2))
+    engine.backward(context.id, [Two.apply(a, b).sum()])
+    got = engine.get_gradients(context.id)
+    got[a]._values().zero_()
+    assert got[b].to_dense().tolist() == [1, 1, 1]
 
 
 def test_a_gradient_that_the_graph_needs_is_not_the_contexts(engine, context):
@@ -471,6 +510,51 @@ def test_releasing_the_context_during_backward_ends_it(cluster, engine, context)
     Meet.action = lambda: engine.release(context.id)
     with pytest.raises(ContextError, match="Could not find autograd context with id"):
         engine.backward(context.id, [loss])
+
+
+def test_closing_the_engine_during_backward_ends_it(cluster, engine, context):
+    loss = cluster.call(0, 1, lambda y: Meet.apply(y), torch.rand(3, requires_grad=True)).sum()
+    Meet.action = engine.close
+    with pytest.raises(ContextError, match="its agent shut down, during the backward pass"):
+        engine.backward(context.id, [loss])
+
+
+def test_gradients_of_a_message_that_was_never_sent_end_the_pass(cluster, engine, context):
+    loss = cluster.call(0, 1, lambda y: Meet.apply(y), torch.rand(3, requires_grad=True)).sum()
+    ((message_id, sent),) = cluster.engines[1].find(context.id).sends.items()
+    cluster.engines[1].find(context.id).sends = {message_id + 1: sent}
+    with pytest.raises(BackwardError, match=f"no message {message_id} was sent from here"):
+        engine.backward(context.id, [loss])
+
+
+def test_each_worker_tells_of_a_failure_once(cluster, engine, context, fault):
+    """Though they all know each other."""
+    aborts = Kind.PASS_ABORT
+    cluster.dropped = lambda source, to, kind: kind is aborts and cluster.sent[aborts] > 100
+
+    def middle(x):
+        cluster.call(1, 2, torch.sin, x)
+        return Faulty.apply(x)
+
+    x = torch.rand(3, requires_grad=True)
+    cluster.call(0, 2, torch.sin, x)
+    loss = cluster.call(0, 1, middle, x).sum()
+    with pytest.raises(BackwardError, match="Simulate error"):
+        engine.backward(context.id, [loss])
+    cluster.settle()
+    assert cluster.sent[aborts] <= 6  # three workers tell the two others at most
+
+
+def test_each_worker_tells_of_a_loss_once(cluster, engine, context):
+    aborts = Kind.PASS_ABORT
+    cluster.dropped = lambda source, to, kind: kind is aborts and cluster.sent[aborts] > 100
+    x = torch.rand(3, requires_grad=True)
+    for source, to in ((0, 1), (0, 2), (0, 3)):
+        cluster.call(source, to, torch.sin, x)
+    cluster.call(0, 1, lambda x: cluster.call(1, 2, torch.sin, x), x)
+    cluster.kill(3)
+    cluster.settle()
+    assert cluster.sent[aborts] <= 6  # worker 0 has noticed it, and three tell the two others
 
 
 def test_a_context_that_is_released_elsewhere_ends_a_pass_that_comes_there(

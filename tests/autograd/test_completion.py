@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from autograd_cluster import Cluster
 
+from telegrad.autograd.pass_protocol import Standing
 from telegrad.autograd.passes import LivePass
 from telegrad.errors import WorkerLost
 from telegrad.ids import worker_of
@@ -56,3 +57,12 @@ def test_a_pass_that_is_over_stays_as_it_is(engine):
     live.context.passes.clear()
     engine._completion.return_credit(live, 1, {})
     assert not live.context.ended
+
+
+def test_a_worker_that_was_asked_keeps_the_pass_though_nothing_can_arrive(engine, monkeypatch):
+    """Else a strike that is on its way to it would find it gone."""
+    monkeypatch.setattr(engine._messenger, "post", lambda to, kind, body: None)
+    live = begun_elsewhere(engine, 300)
+    assert live.standing is Standing.CLOSED
+    engine._completion.reachability_asked(0, (300, 300, (False, False)))
+    assert live.standing is Standing.OPEN

@@ -182,3 +182,11 @@ def test_what_is_remembered_is_bounded():
         machine.released(id_)
     assert not machine.is_released(0)
     assert machine.is_released(REMEMBERED + 9)
+
+
+def test_a_maker_that_is_a_contact_needs_no_word_of_a_loss():
+    machine = ContextLifetimes(1)
+    machine.met(ID, 0)
+    machine.met(ID, 2)
+    assert machine.lost(2) == []
+    assert not machine.has_unacknowledged

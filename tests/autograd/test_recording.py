@@ -227,6 +227,25 @@ def test_the_creators_death_frees_its_contexts(cluster, context):
     cluster.dead.clear()
 
 
+def test_nobody_who_is_gone_is_told_again(cluster, context):
+    engine = cluster.engines[0]
+    cluster.call(0, 1, torch.sin, torch.ones(2, requires_grad=True))
+    cluster.dead.add(1)  # and nobody has noticed
+    engine.release(context.id)
+    cluster.settle()
+    assert not engine._lifetimes.has_unacknowledged
+
+
+def test_a_context_whose_maker_is_found_to_be_gone_is_freed(cluster, context):
+    t = torch.ones(2, requires_grad=True)
+    cluster.call(0, 1, lambda x: cluster.call(1, 2, torch.sin, x), t)
+    cluster.dead.add(0)  # and nobody has noticed
+    cluster.kill(1)  # through which it knew worker 2
+    cluster.settle()
+    assert cluster.engines[2].find(context.id) is None
+    cluster.dead.clear()
+
+
 def test_a_context_frees_its_graph_and_gradients_when_left(cluster):
     engine = cluster.engines[0]
     context = engine.new()
