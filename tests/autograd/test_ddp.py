@@ -8,6 +8,7 @@ import traceback
 import pytest
 import torch
 import torch.distributed
+from autograd_cluster import Cluster
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -40,6 +41,7 @@ def trainer(rank, path, outcomes, options):
             plain.zero_grad()
         single = torch.nn.Linear(2, 2, bias=False)
         passes_of_one_context_add_up(DistributedDataParallel(single, **options))
+        a_bucket_is_reached_in_several_waves(options)
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
         outcomes.put("")
@@ -62,6 +64,42 @@ def passes_of_one_context_add_up(ddp):
             ddp(x).norm().backward()
         torch.testing.assert_close(got, weight.grad)
         weight.grad = None
+
+
+class Split(torch.nn.Module):
+    """Two layers, with one of another worker between them."""
+
+    def __init__(self, call):
+        super().__init__()
+        self.call = call
+        self.first, self.second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.second(self.call(self.first(x)))
+
+
+def a_bucket_is_reached_in_several_waves(options):
+    """The reducer writes to all parameters when the last is reached: to those of earlier waves
+    once more."""
+    with Cluster(2) as cluster:
+        engine = cluster.engines[0]
+        split = Split(lambda hidden: cluster.call(0, 1, torch.tanh, hidden))
+        ddp = DistributedDataParallel(split, **options)
+        for _ in range(2):
+            x = torch.rand(4, 2)
+            context = engine.new()
+            for _ in range(2):
+                engine.backward(context.id, [ddp(x).norm()])
+            got = engine.get_gradients(context.id)
+            engine.release(context.id)
+            split.call, call = torch.tanh, split.call
+            for _ in range(2):
+                ddp(x).norm().backward()
+            split.call = call
+            for parameter in split.parameters():
+                torch.testing.assert_close(got[parameter], parameter.grad)
+            ddp.zero_grad()
+        cluster.settle()
 
 
 @pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=["copy", "view"])
