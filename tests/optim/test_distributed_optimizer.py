@@ -8,9 +8,10 @@ from torch import optim
 from torch.optim import lr_scheduler
 
 from telegrad import autograd, rpc
-from telegrad.errors import ContextError, RemoteError
+from telegrad.errors import ContextError, RemoteError, WorkerLost
 from telegrad.optim import DistributedLRScheduler, DistributedOptimizer
 from telegrad.optim.local import Group, LocalOptimizer
+from telegrad.optim.together import wait_for_all
 from telegrad.rpc import RRef
 from telegrad.testing.cluster import cluster
 
@@ -171,6 +172,14 @@ def test_failures_on_several_workers_are_all_told(weights):
     with pytest.raises(RemoteError, match="no step today") as caught:
         train(weights, DistributedOptimizer(FailsToStep, references(weights)))
     assert all(repr(name) in str(caught.value) for name in ("worker1", "worker2"))
+
+
+def test_a_worker_that_does_not_answer_is_no_failure_of_its_optimizer():
+    def lost():
+        raise WorkerLost("worker 'worker2' was lost", worker="worker2")
+
+    with pytest.raises(WorkerLost, match=r"^worker 'worker2' was lost"):
+        wait_for_all("step", {}, {"worker2": lost})
 
 
 def test_an_optimizer_that_cannot_be_made_names_its_worker(weights):
