@@ -107,43 +107,58 @@ def test_one_thread_does_not_look_for_long_if_another_would_like_to(monkeypatch)
     assert busy.now == 1e-3
 
 
-def test_a_process_that_has_lost_a_slice_does_not_look_for_a_while(monkeypatch):
-    busy = Busy(monkeypatch, turn=4e-3)
-    assert not Patience(0.5e-3).look(lambda: False)
-    assert busy.now == 4e-3
-    another, nothing = Patience(0.5e-3), Nothing()
-    assert not another.look(nothing)
-    assert nothing.looks == 0
-    busy.now += patience._FIRST_RETREAT
-    assert another.look(lambda: True)
-
-
-def time_that_others_had(busy, seconds):
-    """So many seconds of a program that works for 0.1 ms and then waits for a message."""
-    patient, lost, end = Patience(0.5e-3), 0.0, busy.now + seconds
-    while busy.now < end:
+def use(busy, seconds, *, work=0.1e-3):
+    """A program that works for a moment and then looks for a message, which has come by the next
+    look. Returns what share of its time others had."""
+    patient, lost, begun = Patience(0.5e-3), 0.0, busy.now
+    while busy.now < begun + seconds:
         before = busy.now
         patient.look(iter([False, True]).__next__)
         lost += busy.now - before
-        busy.now += 0.1e-3
-    return lost
+        busy.now += work
+    return lost / (busy.now - begun)
+
+
+def is_looking():
+    nothing = Nothing()
+    Patience(1e-9).look(nothing)
+    return nothing.looks > 0
 
 
 def test_little_time_is_lost_to_programs_that_compute(monkeypatch):
     busy = Busy(monkeypatch, turn=4e-3)
-    time_that_others_had(busy, 5.0)
-    assert time_that_others_had(busy, 60.0) < 0.6
+    use(busy, 1.0)
+    assert use(busy, 60.0) < 0.04
 
 
-def test_looking_begins_anew_when_they_have_gone(monkeypatch):
+def test_who_loses_a_slice_now_and_then_keeps_looking(monkeypatch):
     busy = Busy(monkeypatch, turn=4e-3)
-    time_that_others_had(busy, 60.0)
-    busy.now += patience._LONGEST_RETREAT
-    assert Patience(0.5e-3).look(lambda: True)
-    busy.now += patience._AGAIN * patience._LONGEST_RETREAT
-    assert not Patience(0.5e-3).look(lambda: False)
+    assert use(busy, 10.0, work=40e-3) > 0.08
+
+
+def test_short_turns_of_others_are_no_loss(monkeypatch):
+    busy = Busy(monkeypatch, turn=1.4e-3)
+    assert use(busy, 10.0) > 0.9
+
+
+def test_a_retreat_is_that_of_the_whole_process(monkeypatch):
+    busy = Busy(monkeypatch, turn=4e-3)
+    use(busy, 0.03)
+    assert not is_looking()
     busy.now += patience._FIRST_RETREAT
-    assert Patience(0.5e-3).look(lambda: True)
+    assert is_looking()
+
+
+def test_retreats_are_short_again_when_the_programs_have_been_away(monkeypatch):
+    busy = Busy(monkeypatch, turn=4e-3)
+    use(busy, 60.0)
+    busy.now += patience._LONGEST_RETREAT
+    assert is_looking()
+    busy.now += patience._AGAIN * patience._LONGEST_RETREAT
+    use(busy, 0.03)
+    assert not is_looking()
+    busy.now += patience._FIRST_RETREAT
+    assert is_looking()
 
 
 def test_nobody_looks_without_a_window_or_a_second_processor(monkeypatch):

@@ -16,7 +16,7 @@ Looking costs processor time, so it is done only where it pays:
 - giving way at every look (`sched_yield`) to whoever else wants the processor;
 - among workers. Who gives way to a program that computes has the processor back after that one's
   slice, milliseconds later, while who sleeps gets it as soon as a message has come. So a process
-  that has lost a slice stops looking for a while, for ever longer if it happens again. Measured
+  that loses much of its time that way stops looking, for ever longer if it goes on. Measured
   with a program that computes on each of the two processors: a call takes 120 to 200 µs on
   average, as when both ends sleep, and took 200 to 3000 µs without this.
 
@@ -42,11 +42,16 @@ DEFAULT_WINDOW = 500e-6
 
 _LONGEST = 8  # windows, with the time in between that others had
 _TURN = 20e-6  # seconds, after which others must have had the processor
-_SLICE = 1e-3  # seconds, after which it was a program that does not give way itself
+_SLICE = 1.5e-3  # seconds, after which these may be programs that do not give way themselves
 
-_FIRST_RETREAT = 0.005  # seconds
+# Among three trainers and a server on two processors, whoever looks loses up to a twentieth of its
+# time in such slices, and among programs that compute nine tenths.
+_MOST_LOST = 0.15
+_LOST_FOR_SURE = 0.012  # seconds
+_MEMORY = 0.2  # seconds, after which it counts anew
+_FIRST_RETREAT = 0.02  # seconds
 _LONGEST_RETREAT = 1.0
-_AGAIN = 10  # times its length: if it takes no longer to lose another slice, retreats get longer
+_AGAIN = 10  # times its length: if the next one is due before that, it is longer
 
 _MOST_TRUST = 8
 _FIRST_REST = 8
@@ -71,6 +76,8 @@ class _Retreat:
         self.until = 0.0  # 0 if there is none
         self._length = _FIRST_RETREAT
         self._last_ended = -math.inf
+        self._since = -math.inf  # when it began to count what is lost
+        self._lost = 0.0
 
     def is_over(self) -> bool:
         if _now() < self.until:
@@ -78,7 +85,18 @@ class _Retreat:
         self._last_ended, self.until = self.until, 0.0
         return True
 
-    def begin(self, now: float) -> None:
+    def is_due(self, now: float, slice_lost: float) -> bool:
+        """Others have just had the processor for so long; begins it if that is too much."""
+        if now - self._since > _MEMORY:
+            self._since, self._lost = now - slice_lost, 0.0
+        self._lost += slice_lost
+        if self._lost < _LOST_FOR_SURE or self._lost < _MOST_LOST * (now - self._since):
+            return False
+        self._since = -math.inf
+        self._begin(now)
+        return True
+
+    def _begin(self, now: float) -> None:
         if now - self._last_ended < _AGAIN * self._length:
             self._length = min(2 * self._length, _LONGEST_RETREAT)
         else:
@@ -129,8 +147,7 @@ class Patience:
                 _give_way()
                 now = _now()
                 if now - before > _TURN:
-                    if now - before > _SLICE:
-                        _retreat.begin(now)
+                    if now - before > _SLICE and _retreat.is_due(now, now - before):
                         return False  # no matter whether it has come: who falls asleep looks
                     if turned_away == _turned_away:
                         end = min(end + now - before, latest)
