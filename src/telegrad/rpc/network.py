@@ -466,7 +466,7 @@ class Network:
         pings neither; whoever needs an answer hears of the end of the process, or takes the silence
         for it."""
         self.clock.stop()
-        self.work.close(timeout=0.1)
+        self.work.close(timeout=1.0)  # they are idle
 
     def close(self, *, patience: float) -> None:
         """Ends everything: listeners, connections, threads. Every wait on them ends by it.

@@ -1,20 +1,14 @@
 """A connection's messages over a stream socket.
 
-Written for few system calls: a small message is one gather-write and one read. Large buffers are
-written from, and read into, the memory of the tensors themselves.
-
-Timeouts are the kernel's (`SO_RCVTIMEO`): Python's own would add a `poll` before every read.
+Written for few system calls: a small message is one gather-write and one read, or goes by a
+mailbox. Large buffers are written from, and read into, the memory of the tensors themselves.
 """
 
 from __future__ import annotations
 
-import array
-import functools
 import os
 import select
 import socket
-import struct
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,8 +17,8 @@ from telegrad.forks import leave_at_fork
 from telegrad.transport.base import ConnectionClosed, MemorySharing, TransportTimeout
 from telegrad.transport.mailbox import Mailbox
 from telegrad.transport.mailbox import is_available as has_mailboxes
-from telegrad.transport.patience import Patience
-from telegrad.transport.shared_buffers import ANCILLARY, Placement, SharedBuffers
+from telegrad.transport.shared_buffers import Placement, SharedBuffers
+from telegrad.transport.socket_bytes import JOINED_UP_TO, READ_AHEAD, SocketBytes, is_ready
 from telegrad.wire.frames import (
     BUFFER,
     HEADER,
@@ -39,42 +33,23 @@ from telegrad.wire.frames import (
 )
 from telegrad.wire.memory import BufferPool
 
-__all__ = ["POOLED_FROM", "SocketConnection", "is_ready"]
+__all__ = ["POOLED_FROM", "SocketConnection"]
 
 POOLED_FROM = 1 << 16
 """Smaller buffers are plain memory: cheaper than a loan."""
 
-_READ_AHEAD = 1 << 16
-_JOINED_UP_TO = 1 << 12  # bytes that are copied together rather than gathered by the kernel
-_MOST_PARTS = 512  # of one gather-write; IOV_MAX is 1024
-_FIRST_STEP = 1 << 20  # a body grows as its bytes come: nothing is allocated on a header's word
-_REST_SECONDS = 100e-6
-_NOTABLE = 0.1  # seconds of a timeout: to tell the kernel costs as much as a small message
-_CUT = int(socket.MSG_CTRUNC)  # descriptors came, and there was no room for them in this process
 _WAKE = pack_header(Kind.WAKE, 0, 0, 0, -1, -1, 0)
 
 
-class SocketConnection:
+class SocketConnection(SocketBytes):
     """One message stream over a connected socket."""
 
     def __init__(
         self, sock: socket.socket, pool: BufferPool, limits: Limits, busy_wait: float = 0.0
     ) -> None:
-        self._socket = sock
-        self._patience = Patience(busy_wait)
-        # A read that finds nothing raises, and the words of that exception take longer than this.
-        poller = select.poll()
-        poller.register(sock, select.POLLIN)
-        self._is_readable = functools.partial(poller.poll, 0)
+        super().__init__(sock, busy_wait)
         self._pool = pool
         self._limits = limits
-        self._ahead = memoryview(bytearray(_READ_AHEAD))
-        self._start = 0  # bytes in _ahead that have been read and not yet used: _start.._end
-        self._end = 0
-        self.reads = 0
-        self._timeout: float | None = None
-        self._until: float | None = None
-        self._shared: SharedBuffers | None = None
         self._passes_descriptors = sock.family == socket.AF_UNIX
         self._mailbox: Mailbox | None = None
         self._frames_sent = self._frames_read = 0  # by the socket, since there is a mailbox
@@ -98,7 +73,7 @@ class SocketConnection:
         mailbox = self._mailbox
         if not buffers:
             total = HEADER.size + length
-            if total <= _JOINED_UP_TO:
+            if total <= JOINED_UP_TO:
                 whole = b"".join((header, *body))
                 if mailbox is not None and mailbox.put(whole, self._frames_sent):
                     if mailbox.is_other_asleep():
@@ -128,45 +103,6 @@ class SocketConnection:
             raise
         if shared is not None:
             shared.sent(placement)
-
-    def _write(self, parts: list[Any], descriptors: Sequence[int], total: int) -> None:
-        try:
-            if descriptors:
-                rights = array.array("i", descriptors)
-                sent = self._socket.sendmsg(
-                    parts[:_MOST_PARTS], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)]
-                )
-            elif len(parts) == 1:
-                sent = self._socket.send(parts[0])
-            else:
-                sent = self._socket.sendmsg(parts[:_MOST_PARTS])
-            is_long = total > _JOINED_UP_TO
-            while sent < total:
-                parts = _after(parts, sent)
-                total -= sent
-                sent = self._write_more(parts[:_MOST_PARTS])
-            if is_long and self._until is not None:
-                self._shorten_timeout(self._until)
-        except BlockingIOError:
-            raise TransportTimeout from None
-        except OSError as error:
-            raise ConnectionClosed(str(error)) from None
-
-    def _write_more(self, parts: list[Any]) -> int:
-        if self._until is None:
-            return self._socket.sendmsg(parts)
-        if not is_ready(self._socket, select.POLLOUT, self._until - time.monotonic()):
-            raise TransportTimeout
-        try:
-            return self._socket.sendmsg(parts, (), socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return 0
-
-    def _shorten_timeout(self, until: float) -> None:
-        """A message has left that may have taken a while: so much less is left for the answer."""
-        left = max(until - time.monotonic(), 0.0)
-        if self._timeout is not None and left < self._timeout - _NOTABLE:
-            self.set_timeout(left, until)
 
     # -- receiving
 
@@ -218,7 +154,7 @@ class SocketConnection:
             return True
         if self._start == self._end:
             self._start = self._end = 0
-        if self._end < _READ_AHEAD:
+        if self._end < READ_AHEAD:
             count = self._try_read(self._ahead[self._end :])
             if count < 0:
                 self._read_into(self._ahead[self._end :])  # raises what is the matter
@@ -280,6 +216,15 @@ class SocketConnection:
         if shared is not None:
             shared.message_read()
         return buffers if is_whole else Unread()
+
+    def _streamed_buffer(self, length: int) -> Any:
+        try:
+            target = self._pool.take(length) if length >= POOLED_FROM else bytearray(length)
+        except (OSError, MemoryError):
+            self._skip(length)
+            return None
+        self._take_into(memoryview(target).cast("B"))
+        return target
 
     def _take_message(self, mailbox: Mailbox) -> bytes | None:
         """The next message, out of the mailbox; None if it comes by the socket."""
@@ -353,112 +298,6 @@ class SocketConnection:
                     return True
                 self._start, self._end = 0, count
 
-    def _fill(self, needed: int) -> None:
-        """Reads until `needed` bytes are ahead; needed <= _READ_AHEAD."""
-        if self._start + needed > _READ_AHEAD:
-            pending = bytes(self._ahead[self._start : self._end])
-            self._ahead[: len(pending)] = pending
-            self._start, self._end = 0, len(pending)
-        while self._end - self._start < needed:
-            is_begun = self._end > self._start
-            read = self._read_rest if is_begun else self._read_into
-            self._end += read(self._ahead[self._end :])
-
-    def _take(self, length: int) -> bytes:
-        if length <= self._end - self._start:
-            data = bytes(self._ahead[self._start : self._start + length])
-            self._start += length
-            return data
-        if length <= _READ_AHEAD:
-            self._fill(length)
-            return self._take(length)
-        whole = bytearray()
-        while len(whole) < length:
-            step = bytearray(min(length - len(whole), max(len(whole), _FIRST_STEP)))
-            self._take_into(memoryview(step))
-            whole += step
-        return bytes(whole)
-
-    def _take_into(self, target: memoryview) -> None:
-        ahead = min(len(target), self._end - self._start)
-        target[:ahead] = self._ahead[self._start : self._start + ahead]
-        self._start += ahead
-        while ahead < len(target):
-            ahead += self._read_rest(target[ahead:])
-
-    def _streamed_buffer(self, length: int) -> Any:
-        try:
-            target = self._pool.take(length) if length >= POOLED_FROM else bytearray(length)
-        except (OSError, MemoryError):
-            self._skip(length)
-            return None
-        self._take_into(memoryview(target).cast("B"))
-        return target
-
-    def _skip(self, length: int) -> None:
-        """Reads what there is no memory for, so that the next message can be read."""
-        step = memoryview(bytearray(min(length, _READ_AHEAD)))
-        while length:
-            part = step[: min(length, len(step))]
-            self._take_into(part)
-            length -= len(part)
-
-    def _read_into(self, target: memoryview) -> int:
-        try:
-            if self._shared is not None:
-                count, ancillary, flags, _ = self._socket.recvmsg_into([target], ANCILLARY)
-                if ancillary or flags & _CUT:
-                    self._shared.keep_descriptors(ancillary)
-            else:
-                count = self._socket.recv_into(target)
-        except BlockingIOError:
-            raise TransportTimeout from None
-        except OSError as error:
-            raise ConnectionClosed(str(error)) from None
-        if not count:
-            raise ConnectionClosed("the other end closed the connection")
-        self.reads += 1
-        return count
-
-    def _read_rest(self, target: memoryview) -> int:
-        """Reads more of a message of which a part is here. The rest is mostly just being written:
-        who goes to sleep for it is woken at once, which takes longer than the writing."""
-        if self._until is not None and time.monotonic() > self._until:
-            raise TransportTimeout
-        if self._patience.is_on:
-            end = time.perf_counter() + _REST_SECONDS
-            while time.perf_counter() < end:
-                count = self._try_read(target)
-                if count > 0:
-                    return count
-                if count:
-                    break
-        if self._until is not None and not is_ready(
-            self._socket, select.POLLIN, self._until - time.monotonic()
-        ):
-            raise TransportTimeout
-        return self._read_into(target)
-
-    def _try_read(self, target: memoryview) -> int:
-        """Reads without waiting; 0 if nothing is there, -1 if it has ended: the next read tells."""
-        try:
-            if self._shared is not None:
-                count, ancillary, flags, _ = self._socket.recvmsg_into(
-                    [target], ANCILLARY, socket.MSG_DONTWAIT
-                )
-                if ancillary or flags & _CUT:
-                    self._shared.keep_descriptors(ancillary)
-            else:
-                count = self._socket.recv_into(target, 0, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return 0
-        except OSError:
-            return -1
-        if not count:
-            return -1
-        self.reads += 1
-        return count
-
     def has_more(self) -> bool:
         mailbox = self._mailbox
         if mailbox is None:
@@ -472,43 +311,11 @@ class SocketConnection:
                 return False
         return True
 
-    # -- bytes outside of frames: the handshake
-
-    def send_bytes(self, data: bytes) -> None:
-        self._write([data], (), len(data))
-
-    def receive_bytes(self, length: int) -> bytes:
-        # Exactly these: a frame right behind them may carry descriptors, which are taken only
-        # once the other end has proved itself. The kernel drops those that a stranger sends.
-        data = bytearray(length)
-        self._take_into(memoryview(data))
-        return bytes(data)
-
     # -- the connection
-
-    def set_timeout(self, seconds: float | None, until: float | None = None) -> None:
-        self._until = until
-        if seconds == self._timeout:
-            return
-        self._timeout = seconds
-        # Zero means for ever to the kernel: a time of less than a microsecond is rounded up.
-        micros = 0 if seconds is None else max(1, int(seconds * 1e6))
-        value = struct.pack("ll", *divmod(micros, 1_000_000))
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
-
-    def fileno(self) -> int:
-        return self._socket.fileno()
 
     def share_memory(self, memory: MemorySharing) -> None:
         if self._passes_descriptors:
             self._shared = SharedBuffers(memory)
-
-    def interrupt(self) -> None:
-        try:
-            self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # it has ended already, which is what was wanted
 
     def close(self) -> None:
         if self._mailbox is not None:
@@ -521,22 +328,3 @@ class SocketConnection:
     def leave_to_parent(self) -> None:
         self._mailbox = self._shared = None
         self._socket.close()
-
-
-def is_ready(sock: socket.socket, event: int, seconds: float) -> bool:
-    """Whether there is anything to read, say, within `seconds`; also true of an ended socket."""
-    poller = select.poll()  # `select` knows no descriptor above 1023
-    try:
-        poller.register(sock, event)
-    except ValueError:
-        return True  # it is closed: the next step tells
-    return bool(poller.poll(max(0.0, seconds) * 1000))
-
-
-def _after(parts: list[Any], sent: int) -> list[Any]:
-    """What is left to write once `sent` bytes are gone."""
-    for index, part in enumerate(parts):
-        if sent < len(part):
-            return [memoryview(part).cast("B")[sent:], *parts[index + 1 :]]
-        sent -= len(part)
-    return []

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from telegrad.transport.base import ConnectionClosed, TransportTimeout
-from telegrad.transport.stream import POOLED_FROM, SocketConnection, is_ready
+from telegrad.transport.socket_bytes import is_ready
+from telegrad.transport.stream import POOLED_FROM, SocketConnection
 from telegrad.wire.frames import Limits
 from telegrad.wire.memory import BufferPool
 
