@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,11 @@ from telegrad import rpc
 from telegrad.testing.cluster import processes
 
 PATIENCE = 5.0
+
+
+def pytest_configure() -> None:
+    """Ctrl-C is tested, also where it is ignored: by what a shell starts in the background."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
