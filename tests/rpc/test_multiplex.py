@@ -12,6 +12,8 @@ import torch
 from telegrad import rpc
 from telegrad.errors import RpcTimeout, WorkerLost
 from telegrad.rpc.multiplex import Multiplex, PendingCall
+from telegrad.rpc.peer import Peer
+from telegrad.rpc.worker_info import WorkerInfo
 from telegrad.testing.cluster import cluster
 from telegrad.testing.transport_contract import joined
 from telegrad.transport.base import ConnectionClosed
@@ -206,6 +208,26 @@ def test_a_connection_that_nothing_can_read_is_closed(monkeypatch):
         multiplex.join(PATIENCE)
 
 
+def test_who_cannot_read_what_it_has_opened_waits_until_the_other_end_has_let_go(monkeypatch):
+    """It may open another connection then, which is not to be ended with this one."""
+    with joined(InprocTransport()) as (here, there):
+        multiplex = Multiplex(here, "test", print, print, lambda: None, run_soon)
+        heard = []
+
+        def let_go():
+            heard.append(there.receive().kind)
+            there.close()
+
+        other_end = threading.Thread(target=let_go)
+        other_end.start()
+        with monkeypatch.context() as scarce:
+            scarce.setattr(threading, "_start_new_thread", no_thread)
+            with pytest.raises(ConnectionClosed, match="can't start new thread"):
+                multiplex.start(is_opener=True)
+        assert heard == [Kind.GOODBYE]
+        other_end.join()
+
+
 def test_readers_never_read_at_once(link):
     """However the clock's look falls between two frames, there is one reader."""
     multiplex, there = link
@@ -239,6 +261,37 @@ def test_readers_never_read_at_once(link):
     stop.set()
     looking.join()
     assert max(worst) == 1
+
+
+class Ending:
+    """As much of a multiplex as a peer asks for."""
+
+    is_closed = False
+
+    def start(self, *, is_opener):
+        pass
+
+
+def test_a_worker_is_lost_with_the_last_multiplex_and_not_by_one_of_before():
+    losses = []
+
+    def lost(peer, reason):
+        losses.append(reason)
+
+    peer = Peer(WorkerInfo("other", 1), b"", None, None, lost, None, (1.0, 10.0), print)
+    first, second, third = Ending(), Ending(), Ending()
+    peer.adopt(first)
+    peer.adopt(second)
+    first.is_closed = True
+    peer.multiplex_ended(first, "first")
+    assert losses == []
+    second.is_closed = True
+    peer.multiplex_ended(second, "second")
+    assert losses == ["second"]
+    peer.adopt(third)
+    peer.multiplex_ended(second, "of before")
+    assert losses == ["second"]
+    assert not peer.is_lost
 
 
 # -- between processes

@@ -14,17 +14,20 @@ its callbacks must neither stop the clock nor wait here for another call that ha
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from telegrad.errors import ProtocolError
 from telegrad.transport.base import Connection, ConnectionClosed, TransportTimeout
 from telegrad.wire.frames import Frame, Kind
 
 __all__ = ["Multiplex", "PendingCall"]
 
 _STUCK_AFTER = 0.05
+_LEAVE_SECONDS = 1.0
 
 
 class PendingCall:
@@ -85,8 +88,11 @@ class Multiplex:
         self._reads_seen = 0
         self.heard_at = time.monotonic()
 
-    def start(self) -> None:
+    def start(self, *, is_opener: bool = False) -> None:
         """
+        Args:
+            is_opener: this end has opened the connection, and may open another one.
+
         Raises:
             ConnectionClosed: there is no thread to read it; it is closed then.
         """
@@ -94,8 +100,18 @@ class Multiplex:
             self._start_reader()
         except RuntimeError as error:
             self._is_closed = True
+            if is_opener:
+                self._take_leave()
             self._connection.close()
             raise ConnectionClosed(f"nothing can read it: {error}") from None
+
+    def _take_leave(self) -> None:
+        """Waits, a second at most, until the other end has ended all that it has with this one: it
+        would do so when it notices, and end the next connection as well."""
+        with contextlib.suppress(ConnectionClosed, TransportTimeout, ProtocolError, OSError):
+            self._connection.set_timeout(_LEAVE_SECONDS)
+            self._connection.send(Kind.GOODBYE)
+            self._connection.receive()  # it answers by closing
 
     def send(
         self,

@@ -419,7 +419,7 @@ class Network:
 
     def _on_closed(self, peer: Peer, multiplex: Multiplex, reason: str) -> None:
         if not self._is_closing:
-            peer.lose(reason)
+            peer.multiplex_ended(multiplex, reason)
 
     # -- watching
 

@@ -316,7 +316,7 @@ class Peer:
             multiplex = self._new_multiplex(self, connection)
             self.add(connection)
             try:
-                self.adopt(multiplex)
+                self.adopt(multiplex, is_opener=True)
             except ConnectionClosed as error:
                 self.remove(connection)
                 raise self.unreachable(error) from None
@@ -324,8 +324,11 @@ class Peer:
         finally:
             self._opening_lock.release()
 
-    def adopt(self, multiplex: Multiplex) -> None:
+    def adopt(self, multiplex: Multiplex, *, is_opener: bool = False) -> None:
         """Takes a multiplex into use; one that the peer has opened serves both ways.
+
+        Args:
+            is_opener: this worker has opened it.
 
         Raises:
             ConnectionClosed: it cannot be read.
@@ -333,7 +336,7 @@ class Peer:
         with self._connections_lock:
             self._multiplexes = [m for m in self._multiplexes if not m.is_closed] + [multiplex]
             self._liveness.handle(Connected(), time.monotonic())
-        multiplex.start()
+        multiplex.start(is_opener=is_opener)
 
     def add(self, connection: Connection) -> None:
         if self.memory is not None:
@@ -363,6 +366,15 @@ class Peer:
     def lose(self, reason: str) -> None:
         """The worker is gone: ends every connection to it and every wait on them."""
         with self._connections_lock:
+            effects = self._liveness.handle(Ended(reason), time.monotonic())
+        self._carry_out(effects)
+
+    def multiplex_ended(self, multiplex: Multiplex, reason: str) -> None:
+        """The worker is gone with it, unless there is another one: of two, the last to end tells,
+        and a worker that has come back is not lost by what is left of before."""
+        with self._connections_lock:
+            if any(not other.is_closed for other in self._multiplexes if other is not multiplex):
+                return
             effects = self._liveness.handle(Ended(reason), time.monotonic())
         self._carry_out(effects)
 
