@@ -141,6 +141,20 @@ def test_short_turns_of_others_are_no_loss(monkeypatch):
     assert use(busy, 10.0) > 0.9
 
 
+def test_the_interpreter_that_another_thread_had_is_not_lost_to_programs(monkeypatch):
+    busy = Busy(monkeypatch, turn=4e-3)
+    for _ in range(100):
+        answers = iter([False, True])
+
+        def is_there(answers=answers):
+            Patience(0.5e-3).look(lambda: True)  # as another thread would
+            return next(answers)
+
+        Patience(0.5e-3).look(is_there)
+    assert busy.now > 0.3
+    assert is_looking()
+
+
 def test_a_retreat_is_that_of_the_whole_process(monkeypatch):
     busy = Busy(monkeypatch, turn=4e-3)
     use(busy, 0.03)

@@ -146,11 +146,11 @@ class Patience:
                 before = now
                 _give_way()
                 now = _now()
-                if now - before > _TURN:
+                # If others of this process would like to look, they may have had the interpreter.
+                if now - before > _TURN and turned_away == _turned_away:
                     if now - before > _SLICE and _retreat.is_due(now, now - before):
                         return False  # no matter whether it has come: who falls asleep looks
-                    if turned_away == _turned_away:
-                        end = min(end + now - before, latest)
+                    end = min(end + now - before, latest)
                 if now > end:
                     break
             else:
