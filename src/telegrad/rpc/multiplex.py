@@ -109,8 +109,7 @@ class Multiplex:
         """Waits, a second at most, until the other end has ended all that it has with this one: it
         would do so when it notices, and end the next connection as well."""
         with contextlib.suppress(ConnectionClosed, TransportTimeout, ProtocolError, OSError):
-            self._connection.set_timeout(_LEAVE_SECONDS)
-            self._connection.send(Kind.GOODBYE)
+            self.say_goodbye(_LEAVE_SECONDS)
             self._connection.receive()  # it answers by closing
 
     def send(

@@ -318,8 +318,8 @@ class _Elsewhere:
 
 
 def _may_be_blamed() -> bool:
-    """Whether this process was started by `multiprocessing`, and starts to end: one with children
-    waits for these, and they may wait for it."""
+    """Whether this process was started by `multiprocessing` and has no children: one that has some
+    waits for them at its end, and they may wait for its worker's."""
     return multiprocessing.parent_process() is not None and not multiprocessing.active_children()
 
 

@@ -17,8 +17,8 @@ Looking costs processor time, so it is done only where it pays:
 - among workers. Who gives way to a program that computes has the processor back after that one's
   slice, milliseconds later, while who sleeps gets it as soon as a message has come. So a process
   that loses much of its time that way stops looking, for ever longer if it goes on. Measured
-  with a program that computes on each of the two processors: a call takes 120 to 200 µs on
-  average, as when both ends sleep, and took 200 to 3000 µs without this.
+  with a program that computes on each of the two processors: a call takes 100 to 330 µs on
+  average, about as when both ends sleep, and took 200 to 3000 µs without this.
 
 Time that others had meanwhile does not count: it cost nobody anything, and whoever goes to sleep
 has to be woken, by a worker that is busy enough as it is. Three trainers and a server on two
