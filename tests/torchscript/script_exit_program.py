@@ -6,6 +6,7 @@ Prints the exit codes of those that did not end well.
 
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -104,25 +105,26 @@ def run(rank, store, ending, meet):
 def main(ending, pairs, directory):
     ended_badly = []
     for pair in range(pairs):
-        ends = [os.pipe(), os.pipe()]
+        ends = socket.socketpair()
         children = []
         for rank in range(2):
             child = os.fork()
             if child == 0:
+                ends[1 - rank].close()  # only the other process has it: its end ends a wait
 
-                def meet(mine=ends[rank], others=ends[1 - rank]):
-                    os.write(others[1], b".")
-                    os.read(mine[0], 1)
+                def meet(end=ends[rank]):
+                    end.send(b".")
+                    assert end.recv(1), "the other process has ended"
 
                 run(rank, f"{directory}/store{pair}", ending, meet)
                 return  # ends the interpreter, as a script does
             children.append(child)
+        for end in ends:
+            end.close()
         for child in children:
             code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
             if code != (1 if ending == "raising" else 0):
                 ended_badly.append(code)
-        for end in (*ends[0], *ends[1]):
-            os.close(end)
     print("ended badly:", ended_badly)
 
 

@@ -78,6 +78,22 @@ def append_one(rref: RRef[list[int]]) -> int:
 # -- calls
 
 
+@torch.jit.ignore
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+@torch.jit.script
+def interrupted_here(x: Tensor) -> Tensor:
+    interrupt()
+    return x
+
+
+@torch.jit.script
+def interrupted_there(dst: str, x: Tensor):
+    return rpc_sync(dst, interrupted_here, (x,))
+
+
 @torch.jit.script
 def add_async(dst: str, x: Tensor, y: Tensor):
     return rpc_async(dst, add, (x, y)).wait()

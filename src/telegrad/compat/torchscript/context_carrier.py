@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from telegrad.autograd.context import CarriedContext, thread_context
-from telegrad.compat.torchscript.interruptions import raise_noted
+from telegrad.compat.torchscript.interruptions import was_interrupted
 from telegrad.compat.torchscript.waiting import calling
 from telegrad.rpc.seams import NO_CONTEXT
 
@@ -29,8 +29,9 @@ def carrying(original: Callable[..., Any]) -> Callable[..., Any]:
                     return original(self, *args, **kwargs)
                 with CarriedContext():
                     return original(self, *args, **kwargs)
-        except RuntimeError:
-            raise_noted()
+        except RuntimeError as error:
+            if was_interrupted(error):
+                raise KeyboardInterrupt from error
             raise
 
     return __call__

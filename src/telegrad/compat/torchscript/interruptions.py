@@ -1,42 +1,22 @@
-"""Ctrl-C while a script function waits for another worker in an operator.
+"""Ctrl-C in Python code that a script function has called.
 
-The interpreter makes a RuntimeError of whatever an operator raises. That it was a KeyboardInterrupt
-is noted here, and the call of the script function raises it again. Both happen on the main thread,
-the only one that is interrupted.
+The interpreter makes a RuntimeError of whatever such code raises. That it was a KeyboardInterrupt
+is told by the text alone: it may come at the first step of an operator, where no code of ours could
+take note of it.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+import re
 
-__all__ = ["noted", "raise_noted"]
+__all__ = ["was_interrupted"]
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-
-_was_interrupted = False
+_CAUSE = re.compile("^RuntimeError: (.*)$", re.MULTILINE)  # after the trace through the script
+_CTRL_C = "KeyboardInterrupt: <EMPTY MESSAGE>"
 
 
-def noted(operator: Callable[_P, _R]) -> Callable[_P, _R]:
-    """An operator that waits."""
-
-    @functools.wraps(operator)
-    def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        global _was_interrupted
-        try:
-            return operator(*args, **kwargs)
-        except KeyboardInterrupt:
-            _was_interrupted = True
-            raise
-
-    return wrapper
-
-
-def raise_noted() -> None:
-    """Raises the KeyboardInterrupt that ended a script function, if it was one."""
-    global _was_interrupted
-    if _was_interrupted:
-        _was_interrupted = False
-        raise KeyboardInterrupt
+def was_interrupted(error: RuntimeError) -> bool:
+    """Whether a script function has ended in this error because of a KeyboardInterrupt. One that
+    another worker has raised does not count: its text says so."""
+    cause = _CAUSE.search(str(error))
+    return cause is not None and cause[1] == _CTRL_C

@@ -16,7 +16,6 @@ from torch._C._autograd import _profiler_enabled
 from telegrad import autograd, rpc
 from telegrad.compat.torchscript import references
 from telegrad.compat.torchscript.arguments import check_arguments
-from telegrad.compat.torchscript.interruptions import noted
 from telegrad.compat.torchscript.kinds import kind_named, kind_of
 from telegrad.compat.torchscript.remote_failures import telling_where
 from telegrad.compat.torchscript.scripted import function_named, target
@@ -65,7 +64,7 @@ def define() -> None:
         (
             "dist_backward(int context_id, Tensor[] roots, bool retain_graph=False, *, "
             "bool create_graph=False) -> ()",
-            noted(autograd.backward),
+            autograd.backward,
         ),
     ):
         library.define(schema, alias_analysis="CONSERVATIVE")
@@ -131,7 +130,6 @@ def _name_of(dst: Any) -> str:
     return dst.name if isinstance(dst, rpc.WorkerInfo) else rpc.get_worker_info(dst).name
 
 
-@noted
 @telling_where
 def _rpc_sync(dst: Any, function: str, args: Any, kwargs: Any, timeout: Any) -> Any:
     callee = _callee(function, args, kwargs)
@@ -157,7 +155,6 @@ def _typed_future(future: Any, type: str) -> Any:
     return kind.future(future)
 
 
-@noted
 @telling_where
 def _value(rref: Any, type: str, timeout: float, is_local: bool) -> Any:
     def make() -> Any:
