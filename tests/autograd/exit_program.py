@@ -1,18 +1,14 @@
-"""Pairs of processes that use autograd and then end as a script does, through the end of the
-interpreter. Prints the exit codes of those that did not end well.
-
-    python exit_program.py <how it ends> <pairs> <directory>
-"""
+"""Processes that use autograd and then end in one of several ways."""
 
 from __future__ import annotations
 
 import os
-import sys
 import time
 
 import torch
 
 import telegrad.autograd as dist_autograd
+from ending_pairs import run_pairs
 from telegrad import rpc
 
 
@@ -49,30 +45,5 @@ def run(rank, store, ending, meet, pair):
         os._exit(0)
 
 
-def main(ending, pairs, directory):
-    ended_badly = []
-    for pair in range(pairs):
-        ends = [os.pipe(), os.pipe()]
-        children = []
-        for rank in range(2):
-            child = os.fork()
-            if child == 0:
-
-                def meet(mine=ends[rank], others=ends[1 - rank]):
-                    os.write(others[1], b".")
-                    os.read(mine[0], 1)
-
-                run(rank, f"{directory}/store{pair}", ending, meet, pair)
-                return  # ends the interpreter, as a script does
-            children.append(child)
-        for child in children:
-            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-            if code:
-                ended_badly.append(code)
-        for end in (*ends[0], *ends[1]):
-            os.close(end)
-    print("ended badly:", ended_badly)
-
-
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    run_pairs(run)

@@ -1,13 +1,7 @@
-"""Pairs of processes that end while script functions wait, through the end of the interpreter.
-Prints the exit codes of those that did not end well.
-
-    python script_exit_program.py <how it ends> <pairs> <directory>
-"""
+"""Processes that end while script functions wait, in one of several ways."""
 
 import os
 import signal
-import socket
-import sys
 import threading
 import time
 
@@ -15,6 +9,7 @@ import torch
 from torch import Tensor
 
 import telegrad.autograd as dist_autograd
+from ending_pairs import run_pairs
 from telegrad import rpc
 
 
@@ -66,7 +61,7 @@ def interrupt_soon():
     timer.start()
 
 
-def run(rank, store, ending, meet):
+def run(rank, store, ending, meet, pair):
     options = rpc.RpcOptions(init_method=f"file://{store}")
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
     other, x = f"worker{1 - rank}", torch.ones(3, requires_grad=True)
@@ -102,31 +97,5 @@ def run(rank, store, ending, meet):
     globals()["kept"] = kept  # they live as long as the interpreter
 
 
-def main(ending, pairs, directory):
-    ended_badly = []
-    for pair in range(pairs):
-        ends = socket.socketpair()
-        children = []
-        for rank in range(2):
-            child = os.fork()
-            if child == 0:
-                ends[1 - rank].close()  # only the other process has it: its end ends a wait
-
-                def meet(end=ends[rank]):
-                    end.send(b".")
-                    assert end.recv(1), "the other process has ended"
-
-                run(rank, f"{directory}/store{pair}", ending, meet)
-                return  # ends the interpreter, as a script does
-            children.append(child)
-        for end in ends:
-            end.close()
-        for child in children:
-            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-            if code != (1 if ending == "raising" else 0):
-                ended_badly.append(code)
-    print("ended badly:", ended_badly)
-
-
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    run_pairs(run, lambda ending: 1 if ending == "raising" else 0)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from ending_pairs import assert_end_well
 
 PROGRAM = Path(__file__).with_name("script_exit_program.py")
 PAIRS = 3
@@ -17,12 +17,4 @@ PAIRS = 3
 )
 def test_no_process_aborts_at_its_end(tmp_path, ending):
     """A thread of torch's that needs the interpreter while it ends aborts the process."""
-    ran = subprocess.run(
-        [sys.executable, "-W", "ignore", PROGRAM, ending, str(PAIRS), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert ran.stdout == "ended badly: []\n", ran.stdout + ran.stderr
-    assert ran.returncode == 0, ran.stderr
+    assert_end_well(PROGRAM, ending, PAIRS, tmp_path)
