@@ -122,6 +122,22 @@ def count_running():
     return begun - ended
 
 
+def test_a_call_for_which_there_is_no_connection_is_named():
+    with cluster(2) as group:
+        group.kill("worker1")
+        calls = {
+            f"{__name__}.add": lambda: rpc.rpc_sync("worker1", add, (1, 2)),
+            f"{__name__}.pid": lambda: rpc.rpc_async("worker1", pid).wait(),
+            f"remote({__name__}.sleep)": lambda: rpc.remote("worker1", sleep, (0,)).to_here(),
+        }
+        for name, call in calls.items():
+            with pytest.raises(WorkerLost) as caught:
+                call()
+            assert "worker 'worker1' cannot be reached: " in str(caught.value)
+            assert f"{name} was not sent" in str(caught.value)
+            assert caught.value.worker == "worker1"
+
+
 def test_a_worker_that_kills_itself_in_a_call_is_named():
     with cluster(2) as group:
         group._expected_dead.add("worker1")

@@ -35,7 +35,7 @@ from telegrad.rpc.outcome import (
     is_described_by_arguments,
     rebuild_failure,
 )
-from telegrad.rpc.peer import Peer
+from telegrad.rpc.peer import Peer, not_sent
 from telegrad.rpc.rendezvous import Directory
 from telegrad.rpc.seams import NO_CONTEXT, Handler, Rescue, Timer
 from telegrad.rpc.service import Service
@@ -258,7 +258,7 @@ class Agent:
             call.settle_error(peer.loss(call.what()))
             return
         except WorkerLost as error:
-            call.settle_error(error)
+            call.settle_error(not_sent(error, call.what()))
             return
         try:
             multiplex.send(kind, flags, call_id, context, message, body, buffers)

@@ -46,7 +46,7 @@ from telegrad.transport.handshake import Purpose
 from telegrad.transport.shm import SharedMemory
 from telegrad.wire.frames import Flags, Frame, Kind
 
-__all__ = ["Peer"]
+__all__ = ["Peer", "not_sent"]
 
 # How long an idle lane may take to swallow a message. It is the usual timeout of calls: a lane that
 # serves both does not have to be told a new one each time.
@@ -128,6 +128,8 @@ class Peer:
                 lane, seconds = self._open_lane_within(timeout)
             except TransportTimeout:
                 raise self.timed_out(timeout or 0.0, what(), was_sent=False) from None
+            except WorkerLost as error:
+                raise not_sent(error, what()) from None
         number = next(self._numbers)
         reads = -1
         try:
@@ -173,6 +175,8 @@ class Peer:
         except ConnectionClosed as error:
             self.lose(str(error))
             raise self.loss(what()) from None
+        except WorkerLost as error:
+            raise not_sent(error, what()) from None
         number = next(self._numbers)
         try:
             lane.set_timeout(_POST_SECONDS)
@@ -510,3 +514,8 @@ class Peer:
             multiplex.join(5.0)
         if self.memory is not None:
             self.memory.close()
+
+
+def not_sent(error: WorkerLost, what: str) -> WorkerLost:
+    """The error of a call for which no connection could be had."""
+    return WorkerLost(f"{error}; {what} was not sent", worker=error.worker, reason=error.reason)
