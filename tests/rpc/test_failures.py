@@ -17,6 +17,7 @@ from telegrad.rpc import current
 from telegrad.testing.cluster import cluster
 
 SOON = 2.0
+X = torch.ones(2)
 
 
 def add(a, b):
@@ -127,6 +128,7 @@ def test_a_call_for_which_there_is_no_connection_is_named():
         group.kill("worker1")
         calls = {
             f"{__name__}.add": lambda: rpc.rpc_sync("worker1", add, (1, 2)),
+            "the call of torch.add": lambda: rpc.rpc_sync("worker1", torch.add, (X, 1)),
             f"{__name__}.pid": lambda: rpc.rpc_async("worker1", pid).wait(),
             f"remote({__name__}.sleep)": lambda: rpc.remote("worker1", sleep, (0,)).to_here(),
         }

@@ -140,5 +140,6 @@ def describe_function(func: object) -> str:
     name = getattr(func, "__qualname__", None) or getattr(func, "__name__", None)
     if name is None:
         return repr(func)
+    name = str(name).removeprefix("_VariableFunctionsClass.")  # of torch.add and its like
     module = getattr(func, "__module__", None)
-    return f"{module}.{name}" if module else str(name)
+    return f"{module}.{name}" if module else name
