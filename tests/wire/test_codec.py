@@ -67,7 +67,7 @@ Pair = collections.namedtuple("Pair", ["left", "right"])
 def test_a_value_without_tensors_is_a_bare_pickle() -> None:
     message = codec.encode({"a": [1, 2.5, None, "x"]})
     assert pickle.loads(message.payload) == {"a": [1, 2.5, None, "x"]}
-    assert (message.buffers, message.keep, message.tensors) == ([], [], [])
+    assert (message.buffers, message.tensors) == ([], [])
 
 
 def test_any_kind_of_buffer_holds_a_payload() -> None:

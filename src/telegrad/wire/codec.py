@@ -66,8 +66,7 @@ class Encoded:
     Attributes:
         payload: tensor table and pickle stream.
         buffers: the bytes of each large span of tensor memory, in the table's order. They are the
-            sender's memory itself: send them before the tensors are changed.
-        keep: owners of that memory.
+            sender's memory itself, and keep it alive: send them before the tensors are changed.
         tensors: the tensors in the value that require grad, in the table's order: the originals,
             with their history.
         references: those in the value that end with it, if it is not sent.
@@ -75,7 +74,6 @@ class Encoded:
 
     payload: bytes
     buffers: list[memoryview]
-    keep: list[object]
     tensors: list[Tensor]
     references: Sequence[Any] = ()
 
@@ -208,7 +206,7 @@ class Codec:
             start = _PACKET.pack(_PLAIN_PACKET, len(head))
             table = pack(tensors, _NO_ORIGINALS, apart=True)
             payload = b"".join((start, head, *table.pieces))
-            encoded = Encoded(payload, table.buffers, table.keep, table.tensors)
+            encoded = Encoded(payload, table.buffers, table.tensors)
             self._check_size(encoded, "gradients")
             return encoded
         encoded = self._encode_any(tensors, destination, "gradients", None, apart=True)
@@ -236,7 +234,7 @@ class Codec:
 
     def _packed(self, payload: bytes, tensors: list[Tensor], root: str) -> Encoded:
         """What needs nothing but a payload."""
-        encoded = Encoded(payload, [], [], tensors)
+        encoded = Encoded(payload, [], tensors)
         if len(payload) > self.limits.max_body:
             self._check_size(encoded, root)
         return encoded
@@ -351,13 +349,13 @@ def _assembled(pickler: ValuePickler, apart: bool) -> Encoded:
     chunks = pickler.chunks
     if not pickler.marked:
         payload = chunks[0] if len(chunks) == 1 else b"".join(chunks)
-        return Encoded(payload, [], [], [])
+        return Encoded(payload, [], [])
     entries = pickler.entries()
     small = None if pickler.originals else pack_small(entries)
     if small is not None:
-        return Encoded(b"".join((_SMALL_TAG, small[0], *chunks)), [], [], small[1])
+        return Encoded(b"".join((_SMALL_TAG, small[0], *chunks)), [], small[1])
     table = pack(entries, pickler.originals, apart=apart)
-    return Encoded(b"".join(table.pieces + chunks), table.buffers, table.keep, table.tensors)
+    return Encoded(b"".join(table.pieces + chunks), table.buffers, table.tensors)
 
 
 def _mixed(stream: memoryview, tensors: list[Tensor]) -> tuple[Any, ...]:

@@ -56,7 +56,6 @@ class Table:
 
     pieces: list[bytes]
     buffers: list[memoryview]
-    keep: list[object]
     tensors: list[Tensor]
 
 
@@ -74,7 +73,7 @@ def pack(entries: Sequence[Entry], originals: dict[int, Tensor], *, apart: bool 
 
 
 class _Packer:
-    __slots__ = ("buffers", "inline", "inlined", "keep", "originals", "sizes", "tensors")
+    __slots__ = ("buffers", "inline", "inlined", "originals", "sizes", "tensors")
 
     def __init__(self, originals: dict[int, Tensor]) -> None:
         self.originals = originals
@@ -82,7 +81,6 @@ class _Packer:
         self.inline: list[bytes] = []
         self.inlined = 0
         self.buffers: list[memoryview] = []
-        self.keep: list[object] = []
         self.tensors: list[Tensor] = []
 
     def pack(self, entries: Sequence[Entry], apart: bool) -> Table:
@@ -174,7 +172,7 @@ class _Packer:
         sizes = self.sizes
         header = HEADER.pack(MAGIC, VERSION, 0, len(sizes), len(records), self.inlined)
         pieces = [header, _pack_all(sizes), *self.inline, *records]
-        return Table(pieces, self.buffers, self.keep, self.tensors)
+        return Table(pieces, self.buffers, self.tensors)
 
     def _span(self, address: int, size: int, owner: Tensor) -> int:
         index = len(self.sizes)
@@ -184,7 +182,6 @@ class _Packer:
         else:
             self.sizes.append(size << 1)
             self.buffers.append(memory_at(address, size, owner))
-            self.keep.append(owner)
         return index
 
     def _ride(self, data: bytes) -> None:
@@ -205,7 +202,6 @@ class _Packer:
         else:
             self.sizes.append(size << 1)
             self.buffers.append(memory)
-            self.keep.append(buffer)
         return RECORD.pack(RAW, 0, 0, 0, span, 0)
 
     def _sparse(self, tensor: Tensor, index: int) -> bytes:

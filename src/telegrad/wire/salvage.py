@@ -28,7 +28,7 @@ class _Nothing:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self
 
-    append = extend = add = update = __setitem__ = __setstate__ = __call__
+    append = extend = __setitem__ = __setstate__ = __call__
 
 
 class _Salvager(pickle.Unpickler):
@@ -39,9 +39,6 @@ class _Salvager(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         return self._found if (module, name) == self._place else _Nothing
-
-    def persistent_load(self, pid: Any) -> Any:
-        return None
 
 
 def arguments_in(stream: bytes | bytearray | memoryview, function: Any) -> list[tuple[Any, ...]]:
