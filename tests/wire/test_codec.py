@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from telegrad.errors import ProtocolError, RRefError, SerializationError
 from telegrad.wire.codec import Codec
+from telegrad.wire.frames import Unread
 
 codec = Codec()
 
@@ -157,8 +158,9 @@ def test_a_reducer_may_encode_and_its_own_errors_pass() -> None:
     inner, after = nested.decode(nested.encode([Thing([1]), torch.ones(1)]).payload)
     assert nested.decode(inner) == [1]
     assert after.tolist() == [1.0]
-    with pytest.raises(RRefError, match="not here"):
+    with pytest.raises(RRefError, match="not here") as caught:
         nested.encode(Thing(None))
+    assert caught.value.__cause__ is None
 
 
 UNSENDABLE = {
@@ -274,6 +276,28 @@ def test_an_exception_while_rebuilding_is_the_cause() -> None:
     assert isinstance(caught.value.__cause__, ValueError)
 
 
+class Interrupted:
+    def __setstate__(self, state: Any) -> None:
+        raise KeyboardInterrupt
+
+    def __getstate__(self) -> Any:
+        return {"x": 1}
+
+
+def test_an_interruption_while_rebuilding_stays_one() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        send(Interrupted())
+
+
+def test_an_error_without_words_is_named_by_its_type() -> None:
+    class Silent:
+        def __reduce__(self) -> Any:
+            raise LookupError
+
+    with pytest.raises(SerializationError, match="cannot be sent: LookupError"):
+        codec.encode(Silent())
+
+
 def test_garbage_is_an_error_of_ours() -> None:
     for payload in (b"", b"\x80", b"hello", b"T", b"\x80\x05."):
         with pytest.raises((SerializationError, ProtocolError)):
@@ -281,6 +305,20 @@ def test_garbage_is_an_error_of_ours() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_stream_behind_tensors_that_were_not_received_is_told_of() -> None:
+    class Told(Codec):
+        def _not_decoded(self, stream: bytes | bytearray | memoryview) -> None:
+            streams.append(bytes(stream))
+
+    streams: list[bytes] = []
+    sides = torch.randn(3, 4).t()  # its strides are in the table
+    message = codec.encode([torch.randn(1 << 14), sides, torch.ones(2), "text"])
+    with pytest.raises(SerializationError, match="not received"):
+        Told().decode(message.payload, Unread())
+    (stream,) = streams
+    assert pickle.loads(stream, buffers=[1, 2, 3]) == [1, 2, 3, "text"]
+
+
 def test_torchscript_travels() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -200,9 +200,10 @@ def test_a_huge_message_is_refused():
     assert "a message is over" in str(error)
 
 
-def test_a_buffer_that_no_memory_can_hold_is_skipped(monkeypatch):
+@pytest.mark.parametrize("error", [OSError(12, "Cannot allocate memory"), MemoryError()])
+def test_a_buffer_that_no_memory_can_hold_is_skipped(monkeypatch, error):
     def no_memory(self, length):
-        raise OSError(12, "Cannot allocate memory")
+        raise error
 
     monkeypatch.setattr(BufferPool, "take", no_memory)
     large = header(buffers=1) + BUFFER.pack(70_000, 0, 0) + bytes(70_000)
@@ -230,6 +231,7 @@ def test_shared_memory_that_was_not_agreed_on_is_refused():
 def test_a_message_may_ride_in_front_of_a_body():
     body = pack_rider(Kind.CONTEXT_RELEASE, b"news") + b"a call"
     assert split_rider(body) == (Kind.CONTEXT_RELEASE, b"news", b"a call")
+    assert split_rider(pack_rider(Kind.PING, b"news")) == (Kind.PING, b"news", b"")
 
 
 @pytest.mark.parametrize("body", [b"", b"\x2e\x09", b"\x2e\xff\x00\x00\x00x", b"\x00" * 9])

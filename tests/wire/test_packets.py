@@ -50,6 +50,9 @@ def test_one_that_is_too_large_is_refused():
     codec.limits = Limits(max_body=1000)
     with pytest.raises(SerializationError, match="gradients is too large to send"):
         codec.encode(Packet(bytes(2000), [torch.ones(2)]))
+    codec.limits = Limits(max_message=1000)
+    with pytest.raises(SerializationError, match="gradients is too large to send"):
+        codec.encode(Packet(b"", [torch.ones(10_000)]))
 
 
 @pytest.mark.parametrize("tensors", [TENSORS["small"], [torch.eye(2).to_sparse()]])
@@ -90,11 +93,13 @@ def test_a_large_gradient_that_is_one_number_is_sent_as_one():
 def test_a_small_gradient_with_holes_takes_the_short_way():
     transposed = torch.arange(6.0).reshape(2, 3).t()
     codec = Codec()
-    encoded = codec.encode(Packet(b"head", [transposed, transposed[:, :1]]))
+    expanded = torch.arange(3.0).expand(2, 3)
+    encoded = codec.encode(Packet(b"head", [transposed, transposed[:, :1], expanded]))
     assert encoded.payload[:1] == b"I"
-    first, second = codec.decode(encoded.payload).tensors
+    first, second, third = codec.decode(encoded.payload).tensors
     assert torch.equal(first, transposed)
     assert torch.equal(second, transposed[:, :1])
+    assert torch.equal(third, expanded)
 
 
 @pytest.mark.parametrize("size", [10, 100_000])

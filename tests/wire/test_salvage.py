@@ -45,6 +45,14 @@ class Slotted:
         self.value = value
 
 
+class Odd:
+    def __getstate__(self):
+        return [1, 2, 3]
+
+    def __setstate__(self, state):
+        raise AssertionError("it is not to be run")
+
+
 Pair = collections.namedtuple("Pair", "first second")
 
 KEPT = Wanted(1)
@@ -58,6 +66,8 @@ VALUES = {
         [Bomb(), Wanted(1)],
         ["in a state", "in a list", 1],
     ),
+    "behind what is filled": ([collections.OrderedDict(a=2), Wanted(1)], [1]),
+    "behind a state": ([Odd(), Wanted(1)], [1]),
     "in a function": (lambda: KEPT, [1]),
 }
 

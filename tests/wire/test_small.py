@@ -82,6 +82,8 @@ OTHERS = {
     "sparse": (torch.eye(2).to_sparse(),),
     "many dimensions": (torch.ones([1] * 9),),
     "conjugated": (torch.ones(2, dtype=torch.complex64).conj(),),
+    "negated": (torch._neg_view(torch.ones(2)),),
+    "lazily zero": (torch._efficientzerotensor((3,)),),
     "something else": (torch.ones(2), [3]),
     "of a type of its own": (torch.ones(2), torch.float64),
     "too many": tuple(torch.ones(1) for _ in range(256)),
@@ -220,6 +222,15 @@ def test_trailing_bytes_are_refused() -> None:
         if payload[:1] not in (b"S", b"M"):  # a pickle ends where it says
             with pytest.raises(ProtocolError):
                 codec.decode(payload + b"x")
+
+
+def test_bytes_between_the_tensors_and_the_end_are_refused() -> None:
+    packed = pack_small([torch.ones(4)])
+    assert packed is not None
+    damaged = bytearray(packed[0] + bytes(16))
+    damaged[3] += 16  # the length of the data
+    with pytest.raises(ProtocolError, match="lengths are wrong"):
+        unpack_small(memoryview(damaged), 0)
 
 
 def test_an_integer_that_wants_a_gradient_is_refused() -> None:

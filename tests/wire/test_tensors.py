@@ -83,6 +83,13 @@ STRIDED = {
     "negated": lambda: torch.randn(4, dtype=torch.complex64).conj().imag,
     "a conjugated column": lambda: torch.randn(20, 20, dtype=torch.complex64).conj()[:, 1],
     "a negated column": lambda: torch.randn(20, 20, dtype=torch.complex64).conj().imag[:, 1],
+    "a column of many, conjugated": lambda: torch.randn(100, 100, dtype=torch.complex64).conj()[
+        :, 1
+    ],
+    "a column of many, negated": lambda: (
+        torch.randn(100, 100, dtype=torch.complex64).conj().imag[:, 1]
+    ),
+    "most of each row": lambda: torch.randn(100, 100)[:, :60],
     "lazily zero": lambda: torch._efficientzerotensor((3,)),
     "from numpy": lambda: torch.from_numpy(np.arange(7.0)),
 }
@@ -100,14 +107,27 @@ def test_strided_tensors_arrive_equal(make: Any) -> None:
     assert not arrived.requires_grad
 
 
-@pytest.mark.parametrize("name", ["matrix", "transposed", "channels last", "expanded", "unfolded"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "matrix",
+        "transposed",
+        "channels last",
+        "expanded",
+        "unfolded",
+        "empty with sizes",
+        "a conjugated column",  # few bytes between its elements
+        "most of each row",  # many, and yet less than half
+    ],
+)
 def test_strides_are_kept(name: str) -> None:
     tensor = STRIDED[name]()
     assert send(tensor).stride() == tensor.stride()
 
 
 def test_a_received_tensor_is_no_view_and_may_be_changed_in_place() -> None:
-    for tensor in (torch.randn(2, 3), torch.randn(3, 2).t(), torch.tensor(1.0)):
+    lazy = torch.randn(3, dtype=torch.complex64).conj()
+    for tensor in (torch.randn(2, 3), torch.randn(3, 2).t(), torch.tensor(1.0), lazy):
         arrived = send(tensor)
         assert not arrived._is_view()
         arrived.add_(1)
@@ -180,11 +200,35 @@ def test_views_of_different_element_sizes_share_from_any_offset() -> None:
     assert second.view(torch.uint8)[0] == 255
 
 
-def test_arrays_that_share_memory_without_sharing_a_storage_arrive_equal() -> None:
-    array = np.arange(16.0)
-    first, second = send((torch.from_numpy(array[:10]), torch.from_numpy(array[5:])))
-    assert torch.equal(first, torch.arange(10.0, dtype=torch.float64))
-    assert torch.equal(second, torch.arange(5.0, 16.0, dtype=torch.float64))
+@pytest.mark.parametrize("step", [5, LARGE])
+def test_arrays_that_share_memory_without_sharing_a_storage_arrive_equal(step: int) -> None:
+    array = np.arange(3.0 * step)
+    first, second = send((torch.from_numpy(array[: 2 * step]), torch.from_numpy(array[step:])))
+    assert torch.equal(first, torch.from_numpy(array[: 2 * step]))
+    assert torch.equal(second, torch.from_numpy(array[step:]))
+
+
+def test_lazy_zeros_share_nothing() -> None:
+    first, second = send((torch._efficientzerotensor((3,)), torch._efficientzerotensor((5,))))
+    first.fill_(1)
+    assert torch.equal(second, torch.zeros(5))
+
+
+def test_tensors_at_odd_addresses_of_shared_memory_arrive_equal() -> None:
+    memory = bytearray(range(64))
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    odd = torch.frombuffer(memory, dtype=torch.int64, offset=1, count=2)
+    first, second = send((whole, odd))
+    assert torch.equal(first, whole)
+    assert torch.equal(second, odd)
+
+
+def test_neighbours_in_memory_do_not_keep_each_other() -> None:
+    table = torch.randn(2, LARGE)
+    first, second = send((table[0], table[1]))
+    assert torch.equal(first, table[0])
+    assert torch.equal(second, table[1])
+    assert first.untyped_storage().nbytes() == second.untyped_storage().nbytes() == 4 * LARGE
 
 
 def test_only_the_bytes_that_are_looked_at_travel() -> None:
@@ -217,6 +261,24 @@ def test_requires_grad_travels_and_the_originals_are_told() -> None:
     arrived = codec.decode(message.payload)
     assert [tensor.requires_grad for tensor in arrived] == [False, True, True, True]
     assert all(tensor.is_leaf for tensor in arrived)
+
+
+@pytest.mark.parametrize("count", [3, LARGE])
+def test_complex_tensors_require_grad_too(count: int) -> None:
+    assert send(torch.randn(count, dtype=torch.complex64, requires_grad=True)).requires_grad
+
+
+@pytest.mark.parametrize("count", [3, LARGE])
+def test_what_was_computed_has_no_history_where_gradients_are_off(count: int) -> None:
+    leaf = torch.randn(count, requires_grad=True)
+    computed = leaf * 2
+    codec = Codec()
+    with torch.no_grad():
+        message = codec.encode([leaf, computed])
+    assert len(message.tensors) == 1
+    assert message.tensors[0] is leaf
+    arrived = codec.decode(message.payload, received(message))
+    assert [tensor.requires_grad for tensor in arrived] == [True, False]
 
 
 def test_attach_gives_history() -> None:
@@ -290,7 +352,17 @@ QUANTIZED = {
     ),
     "qint32": lambda: torch.quantize_per_tensor(torch.randn(5), 0.1, 2, torch.qint32),
     "a view": lambda: torch.quantize_per_tensor(torch.randn(9, 9), 0.1, 2, torch.qint8)[2].t(),
+    "the end": lambda: torch.quantize_per_tensor(torch.randn(9), 0.1, 2, torch.qint8)[2:],
 }
+
+
+@pytest.mark.filterwarnings("ignore:.*quantize.*:UserWarning")
+def test_of_a_quantized_tensor_only_a_part_travels() -> None:
+    message = Codec().encode(
+        torch.quantize_per_tensor(torch.randn(99_999), 0.1, 2, torch.qint8)[:9]
+    )
+    assert not message.buffers
+    assert len(message.payload) < 1000
 
 
 @pytest.mark.filterwarnings("ignore:.*quantize.*:UserWarning")
@@ -406,7 +478,7 @@ def test_storages_arrive_shared_with_their_tensors() -> None:
     tensor = torch.arange(4.0)
     arrived, storage, empty = send((tensor, tensor.untyped_storage(), torch.UntypedStorage(0)))
     assert storage.nbytes() == 16
-    assert storage.data_ptr() == arrived.data_ptr()
+    assert storage._cdata == arrived.untyped_storage()._cdata
     assert empty.nbytes() == 0
     typed = quiet(lambda: torch.tensor([1, 2]).storage())
     arrived_typed = send(typed)
