@@ -252,13 +252,10 @@ def test_a_process_that_often_falls_asleep_gets_every_message(seconds):
     connection.share_memory(memory)
     connection.set_timeout(30.0)  # a message that was slept over ends in an error
     connection.open_mailbox()
-    by_mailbox = 0
     for number in range(count):
         body = dice.randbytes(dice.choice((0, 10, 200, 4000, ROOM, 70_000)))
         buffers = [memoryview(bytes(100_000))] if dice.random() < 0.02 else []
-        before = connection._frames_sent
         connection.send(Kind.CALL, 0, number, -1, -1, (body,), buffers)
-        by_mailbox += connection._frames_sent == before
         if dice.random() < 0.2:
             time.sleep(dice.choice((0, 1e-5, 1e-4)))
         if dice.random() < 0.5:
@@ -268,8 +265,6 @@ def test_a_process_that_often_falls_asleep_gets_every_message(seconds):
         assert frame.body == body
         assert len(frame.buffers) == len(buffers)
         del frame
-    if seconds == 1e-3:
-        assert by_mailbox > count // 10
     connection.close()
     memory.close()
     process.join(10)
