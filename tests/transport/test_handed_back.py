@@ -164,6 +164,20 @@ def test_an_answer_is_received_though_its_sender_has_left(pair):
     assert states(pair.lender) == [shm._FREE]
 
 
+def test_a_segment_that_is_lost_twice_has_its_time_twice(pair):
+    now = time.monotonic()
+    for when in (now, now + 100):
+        buffers, loan = request(pair, b"q" * LARGE)
+        buffers.clear()
+        answer(pair, b"a" * LARGE)
+        loan.end()
+        pair.borrower.mislay(list(pair.borrower._theirs))
+        pair.lender.trim(when)
+        (buffer,) = pair.ends[0].receive().buffers
+        assert bytes(buffer) == b"a" * LARGE
+        del buffer
+
+
 def test_an_answer_that_did_not_leave_loses_its_segment(pair):
     buffers, loan = request(pair, b"q" * LARGE)
     sender = pair.ends[1]
@@ -206,6 +220,8 @@ def test_a_segment_that_is_abandoned_while_it_is_filled_carries_no_answer(pair, 
     loan.end()
     assert bytes(buffer) == b"a" * LARGE
     assert states(pair.borrower) == [shm._LENT]
+    pair.borrower.trim(time.monotonic())
+    assert not pair.borrower._theirs
 
 
 @pytest.mark.parametrize("interrupted_at", [0, 1])

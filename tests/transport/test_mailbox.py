@@ -18,7 +18,7 @@ from memory_pair import few_descriptors
 from telegrad.errors import ProtocolError
 from telegrad.testing.transport_contract import joined
 from telegrad.transport import mailbox
-from telegrad.transport.base import ConnectionClosed
+from telegrad.transport.base import ConnectionClosed, TransportTimeout
 from telegrad.transport.mailbox import ROOM, Mailbox
 from telegrad.transport.shm import SharedMemory
 from telegrad.transport.sockets import UnixTransport
@@ -177,6 +177,113 @@ def test_a_mailbox_that_was_not_agreed_on_is_refused():
     theirs.close()
 
 
+def test_a_second_mailbox_is_refused():
+    with connections() as (one, other):
+        one.open_mailbox()
+        with pytest.raises(ProtocolError, match="not agreed on"):
+            other.receive_now()
+
+
+@pytest.mark.parametrize("why", ["nobody looks", "no memory is shared", "processor", "descriptors"])
+def test_there_is_none_where_it_would_be_of_no_use(why, monkeypatch):
+    busy_wait = 0.0 if why == "nobody looks" else 1e-3
+    with joined(UnixTransport(BufferPool(), Limits(), busy_wait=busy_wait)) as (one, other):
+        memory = SharedMemory()
+        if why != "no memory is shared":
+            one.share_memory(memory)
+        if why == "processor":
+            monkeypatch.setattr("platform.machine", lambda: "aarch64")
+        with few_descriptors() if why == "descriptors" else contextlib.nullcontext():
+            one.open_mailbox()
+        assert not other.poll()
+        memory.close()
+
+
+@pytest.mark.parametrize("reason", [ConnectionClosed, TransportTimeout])
+def test_that_the_other_end_does_not_take_it_is_told_by_the_next_message(reason):
+    with joined(UnixTransport(BufferPool(), Limits())) as (one, other):
+        memory = SharedMemory()
+        one.share_memory(memory)
+        one.set_timeout(0.01)
+        if reason is ConnectionClosed:
+            other.close()
+        else:
+            with pytest.raises(TransportTimeout):
+                while True:
+                    one.send(Kind.PING, body=[bytes(60_000)])
+        one.open_mailbox()
+        with pytest.raises(reason):
+            one.send(Kind.PING)
+        memory.close()
+
+
+def test_messages_before_it_was_opened_do_not_count():
+    with joined(UnixTransport(BufferPool(), Limits(), busy_wait=1e-3)) as (one, other):
+        memories = SharedMemory(), SharedMemory()
+        for end, memory in zip((one, other), memories, strict=True):
+            end.share_memory(memory)
+        for number in range(3):
+            one.send(Kind.CALL, call_id=number)
+            assert other.receive_now().call_id == number
+            other.send(Kind.REPLY, call_id=number)
+            assert one.receive_now().call_id == number
+        one.open_mailbox()
+        for number in range(3):
+            one.send(Kind.CALL, call_id=number)
+            assert other.receive_now().call_id == number
+            other.send(Kind.REPLY, call_id=number)
+            assert one.receive_now().call_id == number
+        for memory in memories:
+            memory.close()
+
+
+def test_polling_sees_what_is_in_it_and_what_has_begun_to_come():
+    with connections() as (one, other):
+        one.send(Kind.PING)
+        assert other.receive().kind is Kind.PING
+        assert one.receive_now() is None  # from now on it looks
+        other.send(Kind.PONG)
+        assert one.glance()
+        assert one.poll()
+        assert one.receive().kind is Kind.PONG
+        frame = pack_header(Kind.ERROR, 0, 0, 0, -1, -1, 0)
+        other._frames_sent += 1
+        for half in (frame[:20], frame[20:]):
+            other._write([half], (), len(half))
+            assert one.poll()
+        assert one.receive().kind is Kind.ERROR
+
+
+@pytest.mark.parametrize("large", [{"body": [bytes(5000)]}, {"buffers": [memoryview(bytes(100))]}])
+def test_it_does_not_overtake_what_went_by_the_socket(large):
+    with connections() as (one, other):
+        assert other.receive_now() is None  # from now on it looks
+        for number in range(3):
+            one.send(Kind.CALL, call_id=2 * number, **large)
+            one.send(Kind.CALL, call_id=2 * number + 1)
+            assert other.glance()
+            before = other.reads
+            assert other.receive_now().call_id == 2 * number
+            assert other.receive_now().call_id == 2 * number + 1
+            assert other.reads > before + 1
+
+
+def test_whoever_rests_gets_everything_by_the_socket():
+    with connections() as (one, other):
+        assert other.receive_now() is None
+        one.send(Kind.PING)
+        assert not other.rest()
+        assert other.receive_now().kind is Kind.PING
+        assert other.rest()
+        one.send(Kind.PONG)
+        assert not other.glance()
+        assert other.poll()
+        assert other.receive_now().kind is Kind.PONG
+        one.send(Kind.PING)
+        assert other.glance()  # who looks is awake again
+        assert other.receive_now().kind is Kind.PING
+
+
 def test_a_frame_that_comes_too_late_to_wake_anybody_is_no_message():
     with connections() as (one, other):
         one.send(Kind.PING)
@@ -185,6 +292,7 @@ def test_a_frame_that_comes_too_late_to_wake_anybody_is_no_message():
         assert not one.poll()
         assert not one.has_more()
         other.send(Kind.PONG)
+        assert not one.glance()  # whoever has looked in vain waits for the socket
         assert one.poll()
         assert one.has_more()
         assert one.receive().kind is Kind.PONG
