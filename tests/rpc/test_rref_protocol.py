@@ -367,30 +367,31 @@ OWNER_STATES: dict[str, tuple[tuple[Event, ...], OwnedState | None]] = {
     "created": ((ARRIVED,), OwnedState.CREATED),
     "dropped": ((ARRIVED, DELETE), None),
     "deleted before creation": ((DELETE,), None),
+    "given up": ((WANTED, WorkerDied(worker=A)), None),
 }
 P, K, X = OwnedState.PLACEHOLDER, OwnedState.CREATED, None
 # for each event: the state after it, for each state above, in their order
 OWNER_TABLE: list[tuple[Event, list[OwnedState | None]]] = [
-    (ARRIVED, [K, K, K, X, X]),
-    (WANTED, [P, P, K, X, P]),
-    (message(Kind.RREF_FORK, B, CHILD), [P, P, K, X, P]),
-    (message(Kind.RREF_FORK, A, FORK), [P, P, K, X, X]),
-    (DELETE, [X, P, X, X, X]),
-    (message(Kind.RREF_DELETE, B, CHILD), [X, P, K, X, X]),
-    (ReferencePassed(rref=RREF, fork=ForkId(OWNER, 9), parent=None, to=B), [X, P, K, X, X]),
-    (PassingAbandoned(rref=RREF, fork=ForkId(OWNER, 9)), [X, P, K, X, X]),
-    (ReferenceReceived(rref=RREF, fork=CHILD, owner=OWNER, parent=A), [P, P, K, X, P]),
-    (HandleDied(rref=RREF, fork=None), [X, P, K, X, X]),
-    (WorkerDied(worker=A), [X, X, X, X, X]),
-    (WorkerDied(worker=B), [X, P, K, X, X]),
-    (message(Kind.RREF_FORK_ACCEPTED, A, FORK), [X, P, K, X, X]),
-    (message(Kind.RREF_CHILD_ACCEPTED, B, CHILD), [X, P, K, X, X]),
-    (message(Kind.RREF_CHILD_ACKNOWLEDGED, A, CHILD), [X, P, K, X, X]),
-    (message(Kind.RREF_DELETED, A, FORK), [X, P, K, X, X]),
-    (message(Kind.PING, A, FORK), [X, P, K, X, X]),
-    (FlushStarted(), [X, P, K, X, X]),
-    (CreationConfirmed(fork=FORK), [X, P, K, X, X]),
-    (CreationFailed(fork=FORK), [X, P, K, X, X]),
+    (ARRIVED, [K, K, K, X, X, X]),
+    (WANTED, [P, P, K, X, P, X]),
+    (message(Kind.RREF_FORK, B, CHILD), [P, P, K, X, P, X]),
+    (message(Kind.RREF_FORK, A, FORK), [P, P, K, X, X, X]),
+    (DELETE, [X, P, X, X, X, X]),
+    (message(Kind.RREF_DELETE, B, CHILD), [X, P, K, X, X, X]),
+    (ReferencePassed(rref=RREF, fork=ForkId(OWNER, 9), parent=None, to=B), [X, P, K, X, X, X]),
+    (PassingAbandoned(rref=RREF, fork=ForkId(OWNER, 9)), [X, P, K, X, X, X]),
+    (ReferenceReceived(rref=RREF, fork=CHILD, owner=OWNER, parent=A), [P, P, K, X, P, X]),
+    (HandleDied(rref=RREF, fork=None), [X, P, K, X, X, X]),
+    (WorkerDied(worker=A), [X, X, X, X, X, X]),
+    (WorkerDied(worker=B), [X, P, K, X, X, X]),
+    (message(Kind.RREF_FORK_ACCEPTED, A, FORK), [X, P, K, X, X, X]),
+    (message(Kind.RREF_CHILD_ACCEPTED, B, CHILD), [X, P, K, X, X, X]),
+    (message(Kind.RREF_CHILD_ACKNOWLEDGED, A, CHILD), [X, P, K, X, X, X]),
+    (message(Kind.RREF_DELETED, A, FORK), [X, P, K, X, X, X]),
+    (message(Kind.PING, A, FORK), [X, P, K, X, X, X]),
+    (FlushStarted(), [X, P, K, X, X, X]),
+    (CreationConfirmed(fork=FORK), [X, P, K, X, X, X]),
+    (CreationFailed(fork=FORK), [X, P, K, X, X, X]),
 ]
 
 
@@ -525,6 +526,30 @@ def test_unanswered_messages_are_sent_again_at_growing_intervals_until_answered(
     assert machine.is_empty()
 
 
+def test_a_message_that_is_wanted_twice_is_sent_again_once():
+    machine = owner_after(ARRIVED)
+    home = ReferenceReceived(rref=RREF, fork=CHILD, owner=OWNER, parent=A)
+    machine.handle(home, 0.0)
+    machine.handle(home, 0.5)  # the same bytes are unpacked again
+    assert machine.next_deadline() == 1.5
+    assert kinds(machine.tick(1.5)) == [Kind.RREF_CHILD_ACCEPTED]
+    assert machine.next_deadline() == 3.5
+
+
+@pytest.mark.parametrize("after", [DIED, FORKED], ids=["its end", "a repetition"])
+def test_a_flush_ends_a_reference_whose_owner_answers_later(after):
+    machine = user_after(FORKED, FlushStarted(), after)
+    accepted = message(Kind.RREF_FORK_ACCEPTED, OWNER, FORK)
+    assert Kind.RREF_DELETE in kinds(machine.handle(accepted, 1.0))
+
+
+def test_what_is_created_while_references_are_flushed_is_good_for_nothing():
+    machine = user_after(FlushStarted())
+    assert machine.handle(STARTED, 0.0) == [FailUser(fork=FORK, reason=Reason.DELETED)]
+    assert not machine.can_pass(FORK)
+    assert kinds(machine.handle(CONFIRMED, 1.0)) == [Kind.RREF_DELETE]
+
+
 def test_a_late_fork_does_not_bring_a_deleted_one_back_and_tombstones_expire():
     machine = owner_after(ARRIVED, message(Kind.RREF_FORK, B, CHILD))
     machine.handle(message(Kind.RREF_DELETE, B, CHILD), 0.0)
@@ -566,6 +591,21 @@ def test_a_placeholder_ends_when_its_creation_can_no_longer_come():
     assert effects == [DropValue(rref=RREF, reason=Reason.CREATOR_LOST)]
 
 
+def test_a_fork_of_a_lost_worker_does_not_keep_a_value_that_is_created_later():
+    owner = owner_after(message(Kind.RREF_FORK, B, CHILD), WorkerDied(worker=B), ARRIVED)
+    assert DropValue(rref=RREF) in owner.handle(DELETE, 1.0)
+
+
+def test_a_look_at_the_clock_is_due_when_the_first_of_all_expires():
+    machine = owner_after(WANTED)
+    machine.handle(message(Kind.RREF_DELETE, B, CHILD), 5.0)
+    assert machine.next_deadline() == TIMING.max_message_age
+    machine = RRefProtocol(OWNER, TIMING)
+    for time, fork in ((0.0, FORK), (5.0, CHILD), (10.0, FORK)):  # one is repeated
+        machine.handle(message(Kind.RREF_DELETE, A, fork), time)
+    assert machine.next_deadline() == TIMING.max_message_age + 5.0
+
+
 def test_an_id_made_here_that_is_unknown_is_over_and_opens_no_placeholder():
     machine = RRefProtocol(OWNER, TIMING)
     assert machine.handle(ValueWanted(rref=RRefId(OWNER, 3)), 0.0) == []
@@ -592,6 +632,7 @@ def test_counts_are_those_of_upstreams_debug_information():
     owner.handle(ARRIVED, 0.0)
     owner.handle(message(Kind.RREF_FORK, B, CHILD), 0.0)
     assert (owner.counts().owner_rrefs, owner.counts().forks) == (2, 3)
+    assert owner_after(WANTED).counts().owner_rrefs == 1  # somebody waits for it
     assert user_after(STARTED).counts().pending_users == 1
     assert user_after(FORKED).counts().pending_users == 1
     assert user_after(FORKED).counts().pending_futures == 1

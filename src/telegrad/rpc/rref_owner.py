@@ -148,7 +148,7 @@ class OwnerLedger:
     def worker_died(self, worker: int, now: float) -> list[Effect]:
         effects: list[Effect] = []
         for rref in [r for r in self._placeholders if r.created_on == worker]:
-            effects += self._give_up(rref, Reason.CREATOR_LOST, now)
+            effects += self._drop(rref, Reason.CREATOR_LOST, now)
         for rref, fork, holder in list(self.forks()):
             if holder == worker:
                 effects += self.strike_fork(rref, fork, now)
@@ -157,7 +157,7 @@ class OwnerLedger:
     def tick(self, now: float) -> list[Effect]:
         effects: list[Effect] = []
         for rref in [r for r, expires in self._placeholders.items() if expires <= now]:
-            effects += self._give_up(rref, Reason.GONE, now)
+            effects += self._drop(rref, Reason.GONE, now)
         _forget_expired(self._dead_forks, now)
         _forget_expired(self._dead_rrefs, now)
         return effects
@@ -193,11 +193,6 @@ class OwnerLedger:
         if owned.state is OwnedState.PLACEHOLDER or owned.forks or owned.handles:
             return []
         return self._drop(rref, None, now)
-
-    def _give_up(self, rref: RRefId, reason: Reason, now: float) -> list[Effect]:
-        for fork in self._owned[rref].forks:
-            self._bury(fork, now)
-        return self._drop(rref, reason, now)
 
     def _drop(self, rref: RRefId, reason: Reason | None, now: float) -> list[Effect]:
         del self._owned[rref]
