@@ -25,6 +25,7 @@ from telegrad.errors import (
 from telegrad.ids import ForkId, RRefId
 from telegrad.rpc.rref import RRef, set_rref_backward
 from telegrad.rpc.rref_events import Timing
+from telegrad.rpc.rref_housekeeper import Housekeeper
 from telegrad.rpc.rref_lookup import current_table, set_table_lookup
 from telegrad.rpc.rref_proxy import ASYNC_MARK
 from telegrad.rpc.rref_table import RRefTable
@@ -271,6 +272,15 @@ def test_the_tables_own_thread_sees_to_it_without_being_asked(cluster):
             table.close()
 
 
+def test_the_tables_own_thread_may_itself_be_what_stops_it():
+    keeper = Housekeeper("keeper", lambda deaths, deadlines: keeper.stop())
+    keeper.start()
+    (thread,) = [each for each in threading.enumerate() if each.name == "keeper"]
+    keeper.note(1.0)
+    thread.join(30)
+    assert not thread.is_alive()
+
+
 def test_many_threads_leave_nothing_behind(cluster):
     def work(seed: int) -> None:
         choice = random.Random(seed)
@@ -422,20 +432,15 @@ def test_references_in_a_message_that_was_not_sent_are_taken_back(cluster):
     user = cluster.remote(1, 0, Counter)
     local = cluster.on(1, RRef, 4)
 
-    def pack() -> None:
-        with cluster.tables[1].sending():
-            cluster.tables[1].reduce(user, 2)
-            cluster.tables[1].reduce(local, 2)
-            raise SerializationError("the next argument cannot be packed")
-
-    with pytest.raises(SerializationError):
-        pack()
+    made = []
+    for rref in (user, local):
+        _, *ids, _, _ = cluster.tables[1].fork(rref, 2)
+        made.append((RRefId(*ids[:2]), ForkId(*ids[2:])))
+    cluster.tables[1].abandon(made)
     assert cluster.count(1, "num_forks") == 0
-    user = local = None
+    user = local = rref = None
     cluster.settle()
     assert cluster.count(0) == cluster.count(1) == 0
-    with cluster.tables[1].sending():
-        pass
 
 
 def test_a_function_can_wait_until_its_arguments_are_confirmed(lossy_cluster):
@@ -454,6 +459,18 @@ def test_a_function_can_wait_until_its_arguments_are_confirmed(lossy_cluster):
     assert confirmed == [True]
     cluster.tables[2].when_confirmed([child, rref], lambda: confirmed.append(True))
     assert confirmed == [True, True]
+
+
+def test_a_failed_creation_and_the_end_of_the_table_end_the_wait_for_a_confirmation(cluster):
+    ended = []
+    _, fork_id, created = cluster.tables[1].new_user(0)
+    cluster.tables[1].when_confirmed([created], lambda: ended.append("creation"))
+    cluster.tables[1].creation_failed(fork_id, RpcTimeout("too late"))
+    assert ended == ["creation"]
+    child = cluster.send(cluster.remote(1, 0, Counter), 1, 2)
+    cluster.tables[2].when_confirmed([child], lambda: ended.append("table"))
+    cluster.tables[2].close()
+    assert ended == ["creation", "table"]
 
 
 def test_a_reference_can_be_packed_for_nobody_special(cluster):

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 
 from telegrad.ids import ForkId, RRefId
@@ -40,7 +41,6 @@ class Housekeeper:
         self._heed = heed
         self._notes: queue.SimpleQueue[Death | float | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._is_stopped = threading.Event()
 
     def start(self) -> None:
         self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
@@ -49,7 +49,6 @@ class Housekeeper:
     def stop(self) -> None:
         """What is still noted is not heeded any more."""
         thread, self._thread = self._thread, None
-        self._is_stopped.set()
         self._notes.put(None)
         if thread is not None and thread is not threading.current_thread():
             thread.join()
@@ -73,7 +72,7 @@ class Housekeeper:
     def _run(self) -> None:
         while (note := self._notes.get()) is not None:  # `stop` ends the wait
             # Nothing here is urgent, and references often die in swarms: one message for all.
-            self._is_stopped.wait(_REST)
+            time.sleep(_REST)
             try:
                 self._pass_on([note])
                 self.drain()

@@ -16,8 +16,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NoReturn, Protocol
 
@@ -61,11 +60,10 @@ class WorkerInfo(Protocol):
     def name(self) -> str: ...
 
 
-class _Packing(threading.local):
-    """What this thread is packing and unpacking."""
+class _Unpacking(threading.local):
+    """What this thread is unpacking."""
 
     def __init__(self) -> None:
-        self.made: list[tuple[RRefId, ForkId]] | None = None
         # Weak: what is unpacked other than for a call is taken by nobody.
         self.unconfirmed: list[weakref.ref[RRef[Any]]] = []
 
@@ -103,7 +101,7 @@ class RRefTable:
         self._messenger = messenger
         self._clock = clock
         self._ids = itertools.count(first_id)
-        self._packing = _Packing()
+        self._unpacking = _Unpacking()
         self._housekeeper = Housekeeper(f"telegrad-rrefs-{self.worker_id}", self._heed)
 
         self._lock = threading.Lock()  # guards all below
@@ -329,23 +327,7 @@ class RRefTable:
                 to=destination if destination is not None else ev.UNKNOWN_WORKER,
             )
             self._machine.handle(event, self._clock())  # has no effects
-        if self._packing.made is not None:
-            self._packing.made.append((record.rref_id, fork_id))
         return (owner, *record.rref_id, *fork_id, parent, "")
-
-    @contextmanager
-    def sending(self) -> Iterator[None]:
-        """Around packing and sending a message: if that raises, the references in it never left,
-        and are taken back."""
-        outer, self._packing.made = self._packing.made, []
-        made = self._packing.made
-        try:
-            yield
-        except BaseException:
-            self.abandon(made)
-            raise
-        finally:
-            self._packing.made = outer
 
     def abandon(self, made: Iterable[tuple[RRefId, ForkId]]) -> None:
         """These forks were packed into a message that was never sent."""
@@ -371,7 +353,7 @@ class RRefTable:
             return RRef._of(self, new)
         rref = RRef._of(self, record)
         if not record.is_settled:
-            noted = self._packing.unconfirmed
+            noted = self._unpacking.unconfirmed
             if len(noted) >= _MOST_NOTED:
                 noted[:] = [note for note in noted if note() is not None]
             noted.append(weakref.ref(rref))
@@ -380,10 +362,10 @@ class RRefTable:
     def take_unconfirmed(self) -> list[RRef[Any]]:
         """The references unpacked on this thread, and not taken yet, whose owner does not know of
         them. A function that gets such arguments is not to be run before `when_confirmed`."""
-        noted = self._packing.unconfirmed
+        noted = self._unpacking.unconfirmed
         if not noted:
             return []
-        self._packing.unconfirmed = []
+        self._unpacking.unconfirmed = []
         return [rref for note in noted if (rref := note()) is not None]
 
     def when_confirmed(self, rrefs: list[RRef[Any]], callback: Callable[[], None]) -> None:
