@@ -6,6 +6,7 @@ import contextlib
 import socket
 import threading
 import time
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -252,6 +253,39 @@ def test_a_host_that_fails_gives_all_lanes_back(worker, monkeypatch):
         host.join(PATIENCE)
         assert not host.is_alive()
     assert call(lanes[1]) == "own1"
+
+
+def test_a_host_that_ends_by_a_request_gives_its_lane_back_too(worker, monkeypatch):
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    lanes = [worker.lane() for _ in range(2)]
+    move_in(worker, lanes)
+
+    def serve(source, frame, send):
+        if frame.body == b"exit":
+            raise SystemExit
+        worker._serve(source, frame, send)
+
+    worker.reception.serve_by(serve)
+    lanes[0].send(Kind.CALL, 0, 1, body=[b"exit"])
+    next(thread for thread in worker.threads if thread.name == "host").join(PATIENCE)
+    assert [call(lane) for lane in lanes] == ["own0", "own1"]
+
+
+def test_nothing_of_a_request_lives_while_its_lane_is_with_the_host(worker):
+    lanes = [worker.lane() for _ in range(2)]
+    served = []
+
+    class Buffer:
+        pass
+
+    def serve(source, frame, send):
+        frame.buffers = [Buffer()]
+        served.append(weakref.ref(frame.buffers[0]))
+        worker._serve(source, frame, send)
+
+    worker.reception.serve_by(serve)
+    move_in(worker, lanes)
+    assert [buffer() for buffer in served if buffer() is not None] == []
 
 
 def test_without_threads_for_a_host_lanes_stay(worker, monkeypatch):

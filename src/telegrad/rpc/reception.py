@@ -372,8 +372,8 @@ class _Host:
             with self._lock:
                 self._served = None
                 self._busy_since = 0.0
-                if frame is None and error is None and not self.is_over:
-                    return
+                if frame is None and error is None:
+                    return  # if it was stuck, and is over, `run` returns the lane
         with self._lock:
             self._awake.remove(guest)
             self._return(guest, frame, error)
