@@ -470,3 +470,33 @@ def test_a_function_that_leaves_gradients_off_does_so_for_itself(to, func):
         assert rpc.rpc_sync(to, torch.is_grad_enabled)
         assert rpc.rpc_async(to, torch.is_grad_enabled).wait()
         assert rpc.remote(to, torch.is_grad_enabled).to_here()
+
+
+def has_called_after(how, rref):
+    if how == "sync":
+        rpc.rpc_sync("worker0", add, (1, 1))
+    elif how == "async":
+        rpc.rpc_async("worker0", add, (1, 1)).wait()
+    elif how == "fetch":
+        rref.to_here()
+    return current().agent.service.has_called()
+
+
+def test_a_worker_knows_whether_a_function_has_called_others():
+    rref = rpc.RRef(1)
+    ways = ("sync", "nothing", "async", "fetch", "nothing")
+    called = [rpc.rpc_sync("worker1", has_called_after, (how, rref)) for how in ways]
+    assert called == [True, False, True, True, False]
+
+
+def finished_future():
+    future = torch.futures.Future()
+    future.set_result(1)
+    return future
+
+
+def test_a_value_that_is_a_future_is_not_taken_for_what_it_holds():
+    rref = rpc.remote("worker1", finished_future)
+    for _ in range(2):
+        with pytest.raises(SerializationError, match="Future"):
+            rref.to_here()

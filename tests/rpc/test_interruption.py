@@ -7,7 +7,10 @@ import os
 import threading
 
 from interrupting import CtrlC
-from telegrad.rpc.conversation import Interruption
+from telegrad.rpc.conversation import Conversation, Interruption
+from telegrad.transport.base import ConnectionClosed
+from telegrad.wire.codec import Codec
+from telegrad.wire.frames import Frame, Kind
 
 PATIENCE = 20.0
 
@@ -72,3 +75,23 @@ def test_ctrl_c_at_any_step_loses_no_descriptor():
             assert descriptors() == with_pipe, step
     assert interrupted >= 10
     assert descriptors() == before
+
+
+def test_what_was_taken_along_is_posted_if_the_lane_is_broken():
+    posted = []
+
+    def send(*_):
+        raise ConnectionClosed("broken")
+
+    def post(kind, payload):
+        posted.append((kind, payload))
+
+    request = Frame(Kind.GRADIENTS, 0, 7, -1, -1, b"")
+    conversation = Conversation(1, request, send, post)
+    message = Codec().encode("gradients")
+    assert conversation.take(Kind.GRADIENTS, message)
+    conversation.end()
+    assert posted == [(Kind.GRADIENTS, message.payload)]
+    assert not conversation.take(Kind.GRADIENTS, message)  # it is over
+    conversation.end()
+    assert len(posted) == 1

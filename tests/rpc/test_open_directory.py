@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
 
+from telegrad.rpc.network import Network
+from telegrad.rpc.options import RpcOptions
 from telegrad.rpc.rendezvous import Directory, Record
+from telegrad.rpc.worker_info import WorkerInfo
 
 
 def record(worker_id):
@@ -55,3 +59,16 @@ def test_workers_go_on_when_the_store_has_ended():
     assert directory.newcomers() == []
     assert directory.record_of(1) is None
     directory.withdraw()
+
+
+def test_one_that_leaves_is_lost_and_takes_no_name_from_its_successor():
+    directory = Directory(torch.distributed.HashStore(), 0, 0)
+    unused = [None] * 5
+    network = Network(WorkerInfo("w0", 0), b"", b"", RpcOptions(), directory, *unused)
+    for worker_id in (1, 2):
+        network.introduce_member(replace(record(worker_id), name="server"))
+    former = network.peer(1)
+    network.forget_member(1)
+    assert former.is_lost
+    assert network.id_of("server") == 2
+    assert network.last_name_of(1) == "server"
