@@ -99,6 +99,17 @@ def test_time_in_which_nobody_looked_is_no_silence():
     assert machine.state is State.LOST
 
 
+def test_time_in_which_nobody_looked_is_not_forgiven_twice():
+    """What came meanwhile was heard before the look: from the look on, silence is silence."""
+    machine = in_state(State.PRESENT)
+    machine.handle(Heard(), 59.0)
+    machine.handle(TimePassed(), 60.0)
+    look(machine, 60, 65)
+    assert machine.state is State.PRESENT
+    look(machine, 65, 65.5)
+    assert machine.state is State.LOST
+
+
 def test_a_return_is_a_fresh_start():
     machine = in_state(State.LOST)
     machine.handle(Connected(), 100.0)
