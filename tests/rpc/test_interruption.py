@@ -6,6 +6,8 @@ import contextlib
 import os
 import threading
 
+import torch
+
 from interrupting import CtrlC
 from telegrad.rpc.conversation import Conversation, Interruption
 from telegrad.transport.base import ConnectionClosed
@@ -89,7 +91,10 @@ def test_what_was_taken_along_is_posted_if_the_lane_is_broken():
     request = Frame(Kind.GRADIENTS, 0, 7, -1, -1, b"")
     conversation = Conversation(1, request, send, post)
     message = Codec().encode("gradients")
+    large = Codec().encode(torch.zeros(1 << 16))
+    assert large.buffers
     assert conversation.take(Kind.GRADIENTS, message)
+    assert not conversation.take(Kind.GRADIENTS, large)  # it travels by itself
     conversation.end()
     assert posted == [(Kind.GRADIENTS, message.payload)]
     assert not conversation.take(Kind.GRADIENTS, message)  # it is over

@@ -99,6 +99,25 @@ def test_time_in_which_nobody_looked_is_no_silence():
     assert machine.state is State.LOST
 
 
+def test_silence_from_before_such_a_time_still_counts():
+    machine = in_state(State.PRESENT)
+    look(machine, 0, 4)
+    machine.handle(TimePassed(), 6.0)
+    look(machine, 6, 7)
+    assert machine.state is State.PRESENT
+    look(machine, 7, 7.5)
+    assert machine.state is State.LOST
+
+
+def test_what_was_heard_earlier_takes_nothing_from_what_was_heard_last():
+    """Of two connections, the one that was heard last has ended."""
+    machine = in_state(State.PRESENT)
+    machine.handle(Heard(), 4.0)
+    machine.handle(Heard(), 1.0)
+    look(machine, 0, 9)
+    assert machine.state is State.PRESENT
+
+
 def test_time_in_which_nobody_looked_is_not_forgiven_twice():
     """What came meanwhile was heard before the look: from the look on, silence is silence."""
     machine = in_state(State.PRESENT)
