@@ -72,8 +72,10 @@ class Busy:
 
     def __init__(self, monkeypatch, turn):
         self.now = 0.0
+        self.used = 0.0
         self.turn = turn
         monkeypatch.setattr(patience, "_now", lambda: self.now)
+        monkeypatch.setattr(patience, "_used", lambda: self.used)
         monkeypatch.setattr(patience, "_give_way", self._give_way)
 
     def _give_way(self):
@@ -116,6 +118,7 @@ def use(busy, seconds, *, work=0.1e-3):
         patient.look(iter([False, True]).__next__)
         lost += busy.now - before
         busy.now += work
+        busy.used += work
     return lost / (busy.now - begun)
 
 
@@ -153,6 +156,19 @@ def test_the_interpreter_that_another_thread_had_is_not_lost_to_programs(monkeyp
         Patience(0.5e-3).look(is_there)
     assert busy.now > 0.3
     assert is_looking()
+
+
+def test_nor_that_which_a_thread_had_that_does_not_look(monkeypatch):
+    busy = Busy(monkeypatch, turn=4e-3)
+    monkeypatch.setattr(patience, "_used", lambda: busy.now)
+    assert use(busy, 10.0) > 0.9
+
+
+def test_a_process_that_was_stopped_looks_again_at_once(monkeypatch):
+    busy = Busy(monkeypatch, turn=0.25)
+    for _ in range(3):
+        use(busy, 0.3)
+        assert is_looking()
 
 
 def test_a_retreat_is_that_of_the_whole_process(monkeypatch):

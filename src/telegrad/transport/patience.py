@@ -18,7 +18,8 @@ Looking costs processor time, so it is done only where it pays:
   slice, milliseconds later, while who sleeps gets it as soon as a message has come. So a process
   that loses much of its time that way stops looking, for ever longer if it goes on. Measured
   with a program that computes on each of the two processors: a call takes 100 to 330 µs on
-  average, about as when both ends sleep, and took 200 to 3000 µs without this.
+  average, about as when both ends sleep, and took 200 to 3000 µs without this. It has lost nothing
+  if another of its own threads had the interpreter, or if it was stopped and goes on.
 
 Time that others had meanwhile does not count: it cost nobody anything, and whoever goes to sleep
 has to be woken, by a worker that is busy enough as it is. Three trainers and a server on two
@@ -60,6 +61,7 @@ _LONGEST_REST = 512
 _looking = renewed(threading.Lock())  # held by the one thread of this process that looks
 _turned_away = 0  # how often others wanted to; one lost between threads is no matter
 _now = time.perf_counter
+_used = time.process_time
 _give_way: Callable[[], object] = getattr(os, "sched_yield", lambda: None)
 
 
@@ -77,6 +79,7 @@ class _Retreat:
         self._length = _FIRST_RETREAT
         self._last_ended = -math.inf
         self._since = -math.inf  # when it began to count what is lost
+        self._used_before = 0.0
         self._lost = 0.0
 
     def is_over(self) -> bool:
@@ -88,11 +91,15 @@ class _Retreat:
     def is_due(self, now: float, slice_lost: float) -> bool:
         """Others have just had the processor for so long; begins it if that is too much."""
         if now - self._since > _MEMORY:
-            self._since, self._lost = now - slice_lost, 0.0
+            self._since, self._used_before, self._lost = now, _used(), 0.0
+            return False  # one does not count: the process may have been stopped
         self._lost += slice_lost
-        if self._lost < _LOST_FOR_SURE or self._lost < _MOST_LOST * (now - self._since):
+        passed = now - self._since
+        if self._lost < _LOST_FOR_SURE or self._lost < _MOST_LOST * passed:
             return False
         self._since = -math.inf
+        if _used() - self._used_before > (1 - _MOST_LOST) * passed:
+            return False  # its other threads had the interpreter
         self._begin(now)
         return True
 
