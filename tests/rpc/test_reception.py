@@ -14,7 +14,9 @@ import pytest
 from telegrad.errors import ProtocolError
 from telegrad.rpc import reception
 from telegrad.rpc.reception import Reception
+from telegrad.transport import mailbox, processors
 from telegrad.transport.base import ConnectionClosed
+from telegrad.transport.mailbox import is_available as has_mailboxes
 from telegrad.transport.shm import SharedMemory
 from telegrad.transport.stream import SocketConnection
 from telegrad.wire.frames import Flags, Kind, Limits
@@ -148,6 +150,28 @@ def test_a_request_that_is_not_short_goes_to_the_lanes_own_thread(worker):
     assert call(lanes[0]) == call(lanes[2]) == "host"
     assert call(lanes[1]) == "own1"
     move_in(worker, lanes)
+
+
+@pytest.mark.skipif(not has_mailboxes(), reason="there are no mailboxes on this processor")
+def test_callers_are_told_where_the_host_runs_as_long_as_it_serves_them(worker, monkeypatch):
+    def told(lane):
+        words = lane._mailbox._in_words
+        return words[mailbox._PROCESSOR] - 1
+
+    at = [5]
+    monkeypatch.setattr(processors, "here", lambda: at[0])
+    monkeypatch.setattr(processors, "leave", lambda processor: False)
+    lanes = [worker.lane(mailbox=True) for _ in range(3)]
+    assert [told(lane) for lane in lanes] == [processors.UNKNOWN] * 3
+    move_in(worker, lanes[:2])
+    assert [told(lane) for lane in lanes] == [5, 5, processors.UNKNOWN]
+    at[0] = 6
+    call(lanes[0]), call(lanes[0])  # it sees that it has moved between two requests
+    assert [told(lane) for lane in lanes] == [6, 6, processors.UNKNOWN]
+    move_in(worker, lanes)
+    assert [told(lane) for lane in lanes] == [6, 6, 6]
+    assert call(lanes[1], b"slow") == "own1"
+    assert [told(lane) for lane in lanes] == [6, processors.UNKNOWN, 6]
 
 
 def test_all_lanes_may_leave_and_come_back(worker):

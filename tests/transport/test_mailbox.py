@@ -17,7 +17,7 @@ from memory_pair import few_descriptors
 
 from telegrad.errors import ProtocolError
 from telegrad.testing.transport_contract import joined
-from telegrad.transport import mailbox
+from telegrad.transport import mailbox, processors
 from telegrad.transport.base import ConnectionClosed, TransportTimeout
 from telegrad.transport.mailbox import ROOM, Mailbox
 from telegrad.transport.shm import SharedMemory
@@ -62,6 +62,50 @@ def test_a_message_is_taken_once_and_then_there_is_room_for_the_next(ends):
         assert reader.take(0) is None
         assert sender.put(b"", 0)
         assert reader.take(0) == b""
+
+
+def test_who_waits_makes_way_where_the_other_serves_many_from(ends, monkeypatch):
+    left = []
+    monkeypatch.setattr(processors, "here", lambda: 3)
+    monkeypatch.setattr(processors, "leave", left.append)
+    for host, caller in (ends, ends[::-1]):
+        caller.make_way()
+        host.serve_from(2)
+        caller.make_way()
+        assert not left
+        host.serve_from(3)
+        host.make_way()  # it is the caller that moves
+        assert not left
+        caller.make_way()
+        assert left.pop() == 3
+        host.serve_from(processors.UNKNOWN)
+        caller.make_way()
+        assert not left
+
+
+def test_nobody_makes_way_on_a_system_that_does_not_tell_processors(ends, monkeypatch):
+    monkeypatch.setattr(processors, "here", lambda: processors.UNKNOWN)
+    monkeypatch.setattr(processors, "leave", lambda processor: pytest.fail("it moved"))
+    host, caller = ends
+    host.serve_from(processors.here())
+    caller.make_way()
+
+
+def test_a_connection_that_looks_makes_way_and_gets_its_message(monkeypatch):
+    left = threading.Event()
+    monkeypatch.setattr(processors, "here", lambda: 1)
+    monkeypatch.setattr(processors, "leave", lambda processor: left.set())
+    with connections(busy_wait=20.0) as (caller, host):
+        caller.send(Kind.PING)
+        host.receive()  # the mailbox is open at both ends
+        host.serve_from(1)
+        got = []
+        thread = threading.Thread(target=lambda: got.append(caller.receive().call_id))
+        thread.start()
+        assert left.wait(20)
+        host.send(Kind.PONG, call_id=7)
+        thread.join(20)
+        assert got == [7]
 
 
 def test_what_does_not_fit_goes_elsewhere(ends):

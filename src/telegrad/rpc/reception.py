@@ -30,6 +30,7 @@ import time
 from collections.abc import Callable
 
 from telegrad.rpc.quick_functions import QuickFunctions
+from telegrad.transport import processors
 from telegrad.transport.base import Connection
 from telegrad.transport.patience import Patience
 from telegrad.wire.frames import Flags, Frame, Kind
@@ -252,6 +253,7 @@ class _Host:
         self._epoll = select.epoll()
         self._lock = threading.Lock()  # guards what follows
         self._guests: dict[int, _Guest] = {}  # by descriptor
+        self._processor = processors.UNKNOWN
         self.is_over = False
         self._is_closed = False
         self._served: _Guest | None = None
@@ -268,6 +270,7 @@ class _Host:
                 return False
             self._epoll.register(guest.descriptor, select.EPOLLIN)  # a host that sleeps sees it too
             self._guests[guest.descriptor] = guest
+            guest.lane.serve_from(self._processor)
             return True
 
     def tick(self, now: float) -> None:
@@ -286,6 +289,8 @@ class _Host:
     def run(self) -> None:
         try:
             while not self.is_over:
+                if processors.here() != self._processor:
+                    self._has_moved()
                 for guest in self._wait():
                     if not self.is_over:  # or else it has its lane back
                         self._attend(guest)
@@ -304,12 +309,20 @@ class _Host:
             if guest is not self._served:
                 self._return(guest)
 
+    def _has_moved(self) -> None:
+        """The system runs this thread on another processor than before."""
+        with self._lock:
+            self._processor = processors.here()
+            for guest in self._guests.values():
+                guest.lane.serve_from(self._processor)
+
     def _return(
         self, guest: _Guest, frame: Frame | None = None, error: Exception | None = None
     ) -> None:
         """Gives a lane back to its own thread, with what has come or how it ended."""
         del self._guests[guest.descriptor]
         self._epoll.unregister(guest.descriptor)
+        guest.lane.serve_from(processors.UNKNOWN)
         guest.is_awake = False
         guest.frame, guest.error = frame, error
         guest.gate.release()

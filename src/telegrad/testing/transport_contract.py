@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from telegrad.transport.base import Connection, ConnectionClosed, Transport, TransportTimeout
+from telegrad.transport.processors import UNKNOWN
 from telegrad.wire.frames import Frame, Kind, Limits
 from telegrad.wire.memory import BufferPool
 
@@ -294,6 +295,15 @@ class TransportContract:
                 frame = _next_of_many(b)
                 assert (frame.call_id, len(frame.body)) == (length, length)
                 assert b.receive_now() is None
+
+    def test_telling_where_one_serves_from_disturbs_nothing(self) -> None:
+        with self.ends() as (a, b):
+            for processor in (0, 1, UNKNOWN):
+                b.serve_from(processor)
+                a.send(Kind.PING, call_id=processor + 1)
+                b.set_timeout(PATIENCE)
+                assert b.receive().call_id == processor + 1
+                assert not a.poll()
 
     def test_receive_now_leaves_what_has_not_come_whole(self) -> None:
         with self.ends() as (a, b):

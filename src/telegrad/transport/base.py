@@ -131,6 +131,10 @@ class Connection(Protocol):
         """From now on everything that comes shows at the descriptor; False if something is here
         already that does not."""
 
+    def serve_from(self, processor: int) -> None:
+        """Tells the other end from which processor it is served together with many others, so
+        that it can wait on another one (`processors`); `UNKNOWN` when that is over."""
+
     def set_timeout(self, seconds: float | None, until: float | None = None) -> None:
         """How long `send` and `receive` wait for the peer; None is for ever.
 

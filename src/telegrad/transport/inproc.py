@@ -116,6 +116,9 @@ class InprocConnection:
     def rest(self) -> bool:
         return not self.poll()
 
+    def serve_from(self, processor: int) -> None:
+        pass  # the other end is in the same process
+
     def set_timeout(self, seconds: float | None, until: float | None = None) -> None:
         self._timeout = seconds
 

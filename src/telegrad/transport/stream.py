@@ -148,6 +148,10 @@ class SocketConnection(SocketBytes):
             return False
         return self._mailbox is None or self._mailbox.fall_asleep()
 
+    def serve_from(self, processor: int) -> None:
+        if self._mailbox is not None:
+            self._mailbox.serve_from(processor)
+
     def _has_whole_frame(self) -> bool:
         """Whether a frame is ahead to its end; reads what is there, without waiting."""
         if self._is_whole_frame_ahead():
@@ -241,10 +245,15 @@ class SocketConnection(SocketBytes):
                 return None
 
     def _is_anything_there(self) -> bool:
-        if self._mailbox is not None and self._mailbox.has_new():
+        mailbox = self._mailbox
+        if mailbox is not None and mailbox.has_new():
             return True
         self._looks += 1
-        return not self._looks & 7 and bool(self._is_readable())
+        if self._looks & 7:
+            return False
+        if mailbox is not None:
+            mailbox.make_way()
+        return bool(self._is_readable())
 
     def open_mailbox(self) -> None:
         if self._shared is None or not self._patience.is_on or not has_mailboxes():

@@ -104,6 +104,9 @@ class WrappedConnection:
     def rest(self) -> bool:
         return self._connection.rest()
 
+    def serve_from(self, processor: int) -> None:
+        self._connection.serve_from(processor)
+
     def set_timeout(self, seconds: float | None, until: float | None = None) -> None:
         self._connection.set_timeout(seconds, until)
 
