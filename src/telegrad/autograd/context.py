@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,14 +31,10 @@ __all__ = [
 _CURRENT_CONTEXT = "telegrad.autograd.context"
 
 
-def thread_context() -> int:
-    """The context id that was set on this thread, or `NO_CONTEXT`."""
-    context_id: int = peek(_CURRENT_CONTEXT, NO_CONTEXT)
-    return context_id
+thread_context: Callable[[], int] = partial(peek, _CURRENT_CONTEXT, NO_CONTEXT)
+"""The context id that was set on this thread, or `NO_CONTEXT`."""
 
-
-def set_thread_context(context_id: int) -> None:
-    stash(_CURRENT_CONTEXT, context_id)
+set_thread_context: Callable[[int], None] = partial(stash, _CURRENT_CONTEXT)
 
 
 class EnteredContext:

@@ -50,14 +50,11 @@ AccumulateGrad: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-d
 _CURRENT_WAVE = "telegrad.autograd.wave"
 
 
-def enter_wave(wave: Any) -> None:
-    """Makes `wave` the one that runs on this thread, until the one before is put back."""
-    stash(_CURRENT_WAVE, wave)
+enter_wave: Callable[[Any], None] = functools.partial(stash, _CURRENT_WAVE)
+"""Makes a wave the one that runs on this thread, until the one before is put back."""
 
-
-def current_wave() -> Any:
-    """The wave that runs on this thread, or None."""
-    return peek(_CURRENT_WAVE, None)
+current_wave: Callable[[], Any] = functools.partial(peek, _CURRENT_WAVE, None)
+"""The wave that runs on this thread, or None."""
 
 
 class _Edges(torch.autograd.Function):
@@ -81,7 +78,7 @@ class _Recv(torch.autograd.Function):
 
 def _recv_reached(node: Any, *grads: torch.Tensor | None) -> tuple[None, None]:
     """What a recv node does when torch's engine runs it."""
-    wave = peek(_CURRENT_WAVE, None)
+    wave = current_wave()
     if wave is None:
         raise BackwardError(
             "this tensor came from another worker: its gradient can only go back there in a "

@@ -235,7 +235,8 @@ class ContextRegistry:
                 if context is None:
                     context = self._contexts[context_id] = DistAutogradContext(context_id)
                 context.contacts.add(worker)
-        self._carry_out(effects)
+        if effects:
+            self._carry_out(effects)
         return context if is_alive else None
 
     # Between workers
@@ -270,7 +271,8 @@ class ContextRegistry:
                 self._free(effect.context_id)
             elif isinstance(effect, TellReleased):
                 self._releases.add(effect.worker, effect.context_id)
-                self._plan_retry()
+                if not self._is_retry_planned:
+                    self._plan_retry()
             elif isinstance(effect, TellHeld):
                 self._holdings.add(effect.worker, effect.context_id)
                 self._plan_retry()
