@@ -13,6 +13,9 @@ import textwrap
 import pytest
 from launching import telegrad
 
+from telegrad.launch import layout
+from telegrad.launch.layout import one_layout
+
 
 @pytest.fixture
 def script(tmp_path):
@@ -55,6 +58,53 @@ def test_workers_get_what_torchrun_gives(tmp_path, script):
             f"[{rank}] WORLD_SIZE 2",
             f"[{rank}] ['script.py', '-n', '--x=1', 'a b'] __main__",
         ]
+
+
+WHERE = """
+    import ctypes
+    print(ctypes.cast(ctypes.pythonapi.Py_IncRef, ctypes.c_void_p).value)
+"""
+
+
+def test_workers_have_one_memory_layout_if_that_is_asked_for(tmp_path, script):
+    with one_layout() as is_allowed:
+        pass
+    if not is_allowed:
+        pytest.skip("the system does not allow processes without random addresses")
+    script(WHERE)
+    code, out, err = run(tmp_path, "-n", "4", "--same-layout", "script.py")
+    assert code == 0, err
+    assert len({line.split()[1] for line in out.splitlines()}) == 1
+    code, out, err = run(tmp_path, "-n", "4", "script.py")
+    assert code == 0, err
+    assert len({line.split()[1] for line in out.splitlines()}) > 1  # and it was for them only
+
+
+def test_a_system_that_does_not_allow_one_layout_is_told_of(tmp_path, script):
+    script("print('ran')")
+    start = (
+        "import sys; from telegrad.launch import layout; from telegrad.cli import main\n"
+        "layout._NOT_RANDOM = 0  # what comes back does not have it\n"
+        "sys.exit(main(['run', '-n', '2', '--same-layout', 'script.py']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", start], cwd=tmp_path, capture_output=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(b"ran") == 2
+    assert b"the system does not allow one memory layout for all workers" in done.stderr
+
+
+@pytest.mark.parametrize("answers", [[-1], [0, -1], [0, 0, 0]])
+def test_a_layout_that_is_refused_is_no_error(answers, monkeypatch):
+    class System:
+        @staticmethod
+        def personality(wanted):
+            return answers.pop(0) if answers else 0
+
+    monkeypatch.setattr(layout.ctypes, "CDLL", lambda name: System)
+    with one_layout() as is_allowed:
+        assert not is_allowed
 
 
 def test_the_cores_are_shared_out_and_it_says_so(tmp_path, script):

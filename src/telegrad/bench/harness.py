@@ -59,6 +59,7 @@ class Case:
         per: how many calls one run of it makes; times are given per call.
         mark: how many times faster telegrad must be.
         workers: how many workers it needs, the driver among them.
+        same_layout: whether all of them have one memory layout.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Case:
     per: int = 1
     mark: float | None = None
     workers: int = 2
+    same_layout: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

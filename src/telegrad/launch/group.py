@@ -23,6 +23,7 @@ from functools import partial
 
 from telegrad.launch.descendants import descendants, signal_all
 from telegrad.launch.environment import worker_environment
+from telegrad.launch.layout import one_layout
 from telegrad.launch.options import LaunchOptions
 from telegrad.launch.output import Screen
 from telegrad.launch.worker_process import Stream, WorkerProcess, start_process
@@ -73,7 +74,13 @@ class Group:
         self._watch(inbox.fileno(), partial(self._on_signals, inbox))
         self._watch(self._front, self._on_front_lost)
         try:
-            self._start()
+            if self._options.same_layout:
+                with one_layout() as is_allowed:
+                    if not is_allowed:
+                        self._tell("the system does not allow one memory layout for all workers")
+                    self._start()
+            else:
+                self._start()
             while not self._is_over():
                 # Ends by output, a death, a signal, or when the next step of the plan is due.
                 for key, _ in self._selector.select(self._patience()):
