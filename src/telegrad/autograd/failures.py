@@ -13,7 +13,6 @@ it needs the lost worker.
 
 from __future__ import annotations
 
-import traceback
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +20,7 @@ from telegrad.autograd.context import DistAutogradContext
 from telegrad.autograd.passes import LivePass
 from telegrad.errors import BackwardError, ContextError, TelegradError, WorkerLost
 from telegrad.ids import WorkerCounter, worker_of
+from telegrad.rpc.error_texts import text_of, traceback_of
 from telegrad.rpc.seams import Messenger
 from telegrad.wire.frames import Kind
 
@@ -44,10 +44,9 @@ class Failure:
 
     @classmethod
     def raised(cls, worker: int, error: BaseException) -> Failure:
-        if isinstance(error, WorkerLost):
-            return cls("lost", worker, str(error), lost=error.worker)
-        shown = "".join(traceback.format_exception(error))
-        return cls("raised", worker, str(error) or repr(error), shown)
+        if issubclass(type(error), WorkerLost):  # its own class may not be looked at
+            return cls("lost", worker, str(error), lost=error.worker)  # type: ignore[attr-defined]
+        return cls("raised", worker, text_of(error) or type(error).__name__, traceback_of(error))
 
     def pack(self) -> tuple[str, int, str, str, str]:
         return (self.kind, self.worker, self.text, self.traceback, self.lost)

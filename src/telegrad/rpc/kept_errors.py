@@ -11,10 +11,11 @@ the text of where it was raised.
 from __future__ import annotations
 
 import copy
-import traceback
 from typing import Any, TypeVar
 
 from torch.futures import Future
+
+from telegrad.rpc.error_texts import traceback_of
 
 __all__ = ["again", "fail", "take_origin", "without_frames"]
 
@@ -36,7 +37,7 @@ def again(error: _E) -> _E:
     """The same exception once more, to be raised."""
     try:
         new = copy.copy(error)
-    except Exception:  # noqa: BLE001 - its constructor wants something else than it keeps
+    except BaseException:  # noqa: BLE001 - its constructor wants something else than it keeps
         new = error
     if type(new) is not type(error) or new is error:
         new = type(error).__new__(type(error), *error.args)
@@ -49,7 +50,7 @@ def again(error: _E) -> _E:
 def without_frames(error: _E) -> _E:
     """The exception itself, without the frames in it and in those that led to it."""
     if error.__traceback__ is not None:
-        error.__dict__.setdefault(_ORIGIN, "".join(traceback.format_exception(error)))
+        error.__dict__.setdefault(_ORIGIN, traceback_of(error))
     todo: list[BaseException | None] = [error]
     seen: set[int] = set()
     while todo:

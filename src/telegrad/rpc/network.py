@@ -406,15 +406,19 @@ class Network:
             peer.declined(frame.body)
         else:
             name = self._function_in(frame)
-            run = partial(self._serve_timed, name, peer.info.id, frame, multiplex.send)
+            run = partial(self._serve_timed, name, peer.info.id, frame, multiplex)
             if self._quick.is_quick(name):
                 run()
             else:
                 self.work.submit(run)
 
-    def _serve_timed(self, name: bytes, source: int, frame: Frame, send: Send) -> None:
+    def _serve_timed(self, name: bytes, source: int, frame: Frame, multiplex: Multiplex) -> None:
         begun = time.perf_counter()
-        self._serve(source, frame, send)
+        try:
+            self._serve(source, frame, multiplex.send)
+        except BaseException:  # it could not even be answered: whoever waits for that must hear
+            multiplex.interrupt()
+            raise
         self._quick.ran(name, time.perf_counter() - begun)
 
     def _on_closed(self, peer: Peer, multiplex: Multiplex, reason: str) -> None:

@@ -7,13 +7,13 @@ the remote traceback as text. Where it cannot, the `RemoteError` itself is raise
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from telegrad.errors import RemoteError, SerializationError, TelegradError
+from telegrad.rpc.error_texts import text_of, traceback_of, type_name_of
 from telegrad.rpc.kept_errors import take_origin
 from telegrad.rpc.worker_info import WorkerInfo
 from telegrad.wire.codec import Codec, Encoded
@@ -47,13 +47,17 @@ class Failure(NamedTuple):
 
 
 def pack_failure(codec: Codec, error: BaseException, worker: WorkerInfo) -> Encoded:
-    """Packs an exception; never fails itself."""
-    frames = take_origin(error)
-    frames += "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    """Packs an exception, whatever that does when it is looked at."""
     try:
-        text = str(error)
-    except Exception:  # noqa: BLE001 - a user's __str__ may do anything
-        text = "<its message could not be made>"
+        return _packed(codec, error, worker)
+    except BaseException as another:  # noqa: BLE001 - a program's exception may do anything
+        why = f"<it cannot be described: {type(another).__name__}>"
+        return codec.encode(Failure(worker.name, worker.id, type_name_of(error), why, "", None))
+
+
+def _packed(codec: Codec, error: BaseException, worker: WorkerInfo) -> Encoded:
+    frames = take_origin(error) + traceback_of(error)
+    text = text_of(error)
     # Twice packed, so that failing to rebuild it there costs nothing but its type.
     packed: bytes | None = None
     try:
@@ -62,10 +66,9 @@ def pack_failure(codec: Codec, error: BaseException, worker: WorkerInfo) -> Enco
         if not isinstance(error, torch.jit.Error):
             encoded = codec.encode(error)  # causes and notes are in the text already
             packed = None if encoded.buffers else encoded.payload
-    except Exception:  # noqa: BLE001 - an exception may hold anything: then its text must do
+    except BaseException:  # noqa: BLE001 - an exception may hold anything: then its text must do
         packed = None
-    name = f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins.")
-    failure = Failure(worker.name, worker.id, name, text, frames, packed)
+    failure = Failure(worker.name, worker.id, type_name_of(error), text, frames, packed)
     try:
         return codec.encode(failure)
     except SerializationError:  # it is too large
@@ -95,9 +98,14 @@ def rebuild_failure(codec: Codec, failure: Failure) -> BaseException:
 
 def as_exception(error: BaseException) -> Exception:
     """What ended a function, as something that a future can hold."""
-    if isinstance(error, Exception):
-        return error
-    return TelegradError(f"the function ended by {type(error).__name__}: {error}")
+    try:
+        if issubclass(error.__class__, Exception):
+            return error  # type: ignore[return-value]
+    except BaseException:  # noqa: BLE001 - a program's exception may do anything
+        return TelegradError(
+            f"the function raised {type_name_of(error)}, which cannot be looked at"
+        )
+    return TelegradError(f"the function ended by {type(error).__name__}: {text_of(error)}")
 
 
 _PURPOSES = (  # by how the kind's name begins
