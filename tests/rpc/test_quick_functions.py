@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from telegrad.rpc.quick_functions import QuickFunctions
 
 QUICK, SLOW, BLOCKED = 20e-6, 1e-3, 0.1
@@ -46,6 +48,40 @@ def test_a_function_that_has_blocked_is_out_for_long():
     for _ in range(8):
         functions.ran(b"f", QUICK)
     functions.ran(b"f", BLOCKED)
+    for _ in range(100):
+        functions.ran(b"f", QUICK)
+    assert not functions.is_quick(b"f")
+
+
+def test_first_runs_that_take_long_are_forgiven():
+    functions = QuickFunctions()
+    for _ in range(2):  # as those of a script function, which is compiled twice
+        functions.ran(b"f", BLOCKED)
+    for _ in range(2):
+        functions.ran(b"f", QUICK)
+    assert not functions.is_quick(b"f")
+    functions.ran(b"f", QUICK)
+    assert functions.is_quick(b"f")
+
+
+def test_a_function_that_keeps_blocking_is_never_trusted():
+    functions = QuickFunctions()
+    for _ in range(10):
+        functions.ran(b"f", QUICK)
+        functions.ran(b"f", BLOCKED)
+        assert not functions.is_quick(b"f")
+    for _ in range(3):
+        functions.ran(b"f", QUICK)
+    functions.ran(b"f", BLOCKED)  # on the thread that read it
+    functions.ran(b"f", BLOCKED)
+    for _ in range(100):
+        functions.ran(b"f", QUICK)
+    assert not functions.is_quick(b"f")
+
+
+def test_a_function_that_is_sure_to_block_is_out_from_its_first_run():
+    functions = QuickFunctions()
+    functions.ran(b"f", math.inf)
     for _ in range(100):
         functions.ran(b"f", QUICK)
     assert not functions.is_quick(b"f")

@@ -4,11 +4,14 @@ An asynchronous call is run by a thread of the pool, because it may block. Wakin
 30–40 µs, several times what a small function takes. A function that has been quick a few times is
 therefore run by the thread that has read the request. A slow run now and then is forgiven, since
 the system may have given the processor to others; one that must have blocked sends the function
-back to the pool for a long while. While it blocks, the connection's clock sees it and reading goes
+back to the pool for a long while, unless it was there anyway: first runs often import and compile.
+While it blocks, the connection's clock sees it and reading goes
 on elsewhere (see `telegrad.rpc.multiplex`): a wrong guess costs a few hundredths of a second, once.
 """
 
 from __future__ import annotations
+
+import math
 
 __all__ = ["QuickFunctions"]
 
@@ -37,7 +40,8 @@ class QuickFunctions:
         return self._scores.get(name, 0) >= _TRUSTED
 
     def ran(self, name: bytes, seconds: float) -> None:
-        """A function took so long, with the unpacking of its arguments and the answer."""
+        """A function took so long, with the unpacking of its arguments and the answer; infinitely
+        long if it is sure to block."""
         score = self._scores.get(name)
         if score is None:
             if not name or len(self._scores) >= _MOST_NAMES:
@@ -50,6 +54,8 @@ class QuickFunctions:
             score = max(score - 2, 0) if score > 0 else score
             if was_trusted and score < _TRUSTED:
                 score -= self._relapse
+        elif 0 <= score < _TRUSTED and seconds < math.inf:
+            score = 0
         else:
             score = _PENANCE
         self._scores[name] = score
