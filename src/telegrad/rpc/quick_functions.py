@@ -5,8 +5,8 @@ An asynchronous call is run by a thread of the pool, because it may block. Wakin
 therefore run by the thread that has read the request. A slow run now and then is forgiven, since
 the system may have given the processor to others; one that must have blocked sends the function
 back to the pool for a long while, unless it was there anyway: first runs often import and compile.
-While it blocks, the connection's clock sees it and reading goes
-on elsewhere (see `telegrad.rpc.multiplex`): a wrong guess costs a few hundredths of a second, once.
+While it blocks, the connection's clock sees it and reading goes on elsewhere (see
+`telegrad.rpc.multiplex`): a wrong guess costs a few hundredths of a second, once.
 """
 
 from __future__ import annotations
