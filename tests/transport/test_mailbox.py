@@ -17,7 +17,7 @@ from memory_pair import few_descriptors
 
 from telegrad.errors import ProtocolError
 from telegrad.testing.transport_contract import joined
-from telegrad.transport import mailbox, processors
+from telegrad.transport import mailbox, patience, processors
 from telegrad.transport.base import ConnectionClosed, TransportTimeout
 from telegrad.transport.mailbox import ROOM, Mailbox
 from telegrad.transport.shm import SharedMemory
@@ -93,6 +93,9 @@ def test_nobody_makes_way_on_a_system_that_does_not_tell_processors(ends, monkey
 
 def test_a_connection_that_looks_makes_way_and_gets_its_message(monkeypatch):
     left = threading.Event()
+    # It looks also where other programs compute.
+    monkeypatch.setattr(patience, "_retreat", patience._Retreat())
+    monkeypatch.setattr(patience._Retreat, "is_due", lambda *times: False)
     monkeypatch.setattr(processors, "here", lambda: 1)
     monkeypatch.setattr(processors, "leave", lambda processor: left.set())
     with connections(busy_wait=20.0) as (caller, host):
