@@ -27,9 +27,10 @@ last. The exit code is that of the worker that failed, 128 + n if signal n
 killed it. Ctrl-C is passed on to the workers; a second one kills them.
 
 The cores are shared out between the workers by OMP_NUM_THREADS, unless that is
-set already. Where there are fewer cores than workers, --same-layout makes small
-steps faster: cores predict the code of all workers alike. It turns off address
-space layout randomisation, a defence against those who exploit memory errors.
+set already. Where there are fewer cores than workers, --same-layout may make
+small steps faster: cores predict the code of all workers alike. It turns off
+address space layout randomisation, a defence against those who exploit memory
+errors.
 """
 
 

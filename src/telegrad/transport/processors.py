@@ -4,8 +4,8 @@ Who looks for a message (`patience`) counts as running, for the system as for it
 With three trainers and a server on two processors it therefore puts two of them on each, whoever of
 them has work; and while a trainer has the server's processor, the two others wait, and look, on the
 other one. If the server has one to itself, and the trainers take turns on the other, both are in
-use nearly all the time. Measured: 1000 to 1060 µs a step instead of 1170 to 1400, as if all four
-were tied to their places.
+use nearly all the time. Measured, with and without this in turn: a step takes 17 % less time at the
+median of six runs, 2 % at the least and 28 % at the most.
 
 So a worker that serves many callers on one thread (`rpc.reception`) says on which processor that
 runs, and a caller that looks for its answer on the same one moves off. It stays free to run
