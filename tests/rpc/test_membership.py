@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -15,14 +17,13 @@ from datetime import timedelta
 import pytest
 import torch
 
+from lined_processes import PATIENCE, lined_process, said
 from namespaces import two_hosts
 from telegrad import rpc
 from telegrad.errors import RpcTimeout, TelegradError, WorkerLost
-from telegrad.rpc import current
-from telegrad.rpc.rendezvous import Directory
-from telegrad.testing.cluster import cluster, processes
-
-PATIENCE = 30.0
+from telegrad.rpc import current, rendezvous
+from telegrad.rpc.rendezvous import Directory, Part
+from telegrad.testing.cluster import cluster
 
 
 def add(a, b):
@@ -103,6 +104,33 @@ def test_one_that_leaves_does_not_wait_for_others_to_let_go_of_its_values():
             rpc.rpc_sync(info, whoami)
 
 
+def come_back(options, name):
+    """Leaves the group soon, and joins it again."""
+
+    def go():
+        rpc.shutdown()
+        rpc.init_rpc(name, rank=1, rpc_backend_options=options)
+
+    threading.Thread(target=go).start()
+
+
+def answers_as(name):
+    try:
+        return rpc.rpc_sync(name, whoami) == name
+    except TelegradError:
+        return False
+
+
+def test_one_that_has_left_can_come_back():
+    with cluster(2, open_group=True, graceful=False) as group:
+        for name in ("again1", "again2"):
+            assert rpc.rpc_sync(1, names) == names()
+            rpc.rpc_sync(1, come_back, (group.options, name))
+            until(lambda name=name: answers_as(name))
+            assert rpc.rpc_sync(name, ask, ("worker0",)) == "worker0"
+            assert names() == ["worker0", name]
+
+
 def busy_until_the_end():
     """Keeps its worker from leaving gracefully; ends when its process does."""
     threading.Event().wait()
@@ -180,7 +208,7 @@ def ask(name):
     return rpc.rpc_sync(name, whoami)
 
 
-def try_to_join(name, rank, options, line, size=None):
+def try_to_join(name, rank, options, size, line):
     try:
         rpc.init_rpc(name, rank=rank, world_size=size, rpc_backend_options=options)
         line.send("joined")
@@ -191,15 +219,9 @@ def try_to_join(name, rank, options, line, size=None):
 
 def answer_of_one(name, rank, options, size=None):
     """What `try_to_join` says, in a process of its own: torch's stores leave things behind."""
-    line, far_line = processes.Pipe()
-    process = processes.Process(target=try_to_join, args=(name, rank, options, far_line, size))
-    process.start()
-    far_line.close()
-    assert line.poll(PATIENCE)
-    answer = line.recv()
-    process.join()
-    process.close()
-    line.close()
+    with lined_process(try_to_join, name, rank, options, size) as (process, line):
+        answer = said(line)
+        process.join(PATIENCE)
     return answer
 
 
@@ -229,7 +251,7 @@ def test_a_received_tensor_outlives_its_sender():
 # -- groups of known size
 
 
-def run_group(size, init_method, line, rank, environment, name=None):
+def run_group(size, init_method, rank, environment, name, line):
     os.environ.update(environment)
     options = rpc.RpcOptions(init_method=init_method, rpc_timeout=10.0)
     explicit = {} if "RANK" in environment else {"rank": rank, "world_size": size}
@@ -245,27 +267,17 @@ def run_group(size, init_method, line, rank, environment, name=None):
 
 @contextlib.contextmanager
 def group_of(size, init_method, environment=lambda rank: {}, name=lambda rank: None):
-    lines, workers = [], []
-    for rank in range(size):
-        line, far_line = processes.Pipe()
-        args = (size, init_method, far_line, rank, environment(rank), name(rank))
-        process = processes.Process(target=run_group, args=args)
-        process.start()
-        far_line.close()
-        lines.append(line)
-        workers.append(process)
-    try:
-        yield lines
-        for process in workers:
+    with contextlib.ExitStack() as stack:
+        workers = [
+            stack.enter_context(
+                lined_process(run_group, size, init_method, rank, environment(rank), name(rank))
+            )
+            for rank in range(size)
+        ]
+        yield [line for _, line in workers]
+        for process, _ in workers:
             process.join(PATIENCE)
             assert process.exitcode == 0
-    finally:
-        for process in workers:
-            process.kill()
-            process.join()
-            process.close()
-        for line in lines:
-            line.close()
 
 
 def test_options_that_were_changed_are_checked_when_they_are_used(tmp_path):
@@ -445,13 +457,98 @@ def test_workers_that_were_told_different_sizes_are_told_so(store):
         first.all_on_one_host("here")
 
 
-def test_a_rank_that_two_workers_were_given_is_told(store):
+def test_a_rank_that_two_workers_were_given_is_told(store, monkeypatch):
+    numbers = itertools.count()
+    monkeypatch.setattr(rendezvous, "_this_process", lambda: f"process {next(numbers)} on here")
     group = [Directory(store, rank, 3) for rank in (0, 1, 1)]
     for directory in group:
         directory.declare()
     for directory in group:
         with pytest.raises(TelegradError, match=r"of 3 did not come.*Rank 1 was taken more than"):
             directory.all_on_one_host("here")
+
+
+def test_one_that_tries_again_counts_once(store):
+    first, second = Directory(store, 0, 2), Directory(store, 1, 2)
+    first.declare()
+    with pytest.raises(TelegradError, match="is of 2 workers"):
+        Directory(store, 1, 3).declare()
+    second.declare()
+    with pytest.raises(TelegradError, match="worker 1 of 2 did not come") as caught:
+        first.all_on_one_host("here")
+    assert "Rank 1" not in str(caught.value)
+
+
+def start(rank, seconds, interrupts_after, line):
+    """Tries to start as a worker of two whenever it is told where, and says what came of it."""
+    while (method := line.recv()) is not None:
+        options = rpc.RpcOptions(init_method=method, rpc_timeout=seconds)
+        timer = threading.Timer(
+            interrupts_after, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)
+        )
+        if interrupts_after:
+            timer.start()
+        try:
+            rpc.init_rpc(f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+            timer.cancel()
+            line.send("joined")
+            rpc.shutdown()
+        except (TelegradError, KeyboardInterrupt) as error:
+            line.send(f"{type(error).__name__}: {error}")
+        seconds, interrupts_after = PATIENCE, 0.0
+
+
+@pytest.mark.parametrize("scheme", ["file", "tcp"])
+@pytest.mark.parametrize("mistake", ["too early", "interrupted"])
+def test_one_that_did_not_join_can_try_again(scheme, mistake, tmp_path):
+    method = f"tcp://127.0.0.1:{free_port()}" if scheme == "tcp" else f"file://{tmp_path}/store"
+    first_try = (0.5, 0.0) if mistake == "too early" else (PATIENCE, 0.5)
+    with (
+        lined_process(start, 0, *first_try) as (first, early),
+        lined_process(start, 1, PATIENCE, 0.0) as (second, late),
+    ):
+        early.send(method)
+        assert said(early).startswith(
+            "TelegradError: worker 1 of 2 did not come" if mistake == "too early" else "Keyboard"
+        )
+        for line in (early, late):
+            line.send(method)
+        for line in (early, late):
+            assert said(line) == "joined"
+            line.send(None)
+        for process in (first, second):
+            process.join(PATIENCE)
+            assert process.exitcode == 0
+
+
+def test_starts_are_counted_when_others_can_see_them(store):
+    def number(part):
+        part.set("key", "value")
+        return [n for n in range(9) if store.check([f"telegrad/{n}/key"])][-1]
+
+    def part(rank, *, is_open=False):
+        return Part(store, place, rank, is_open=is_open)
+
+    place = "a place that no other test uses"
+    try:
+        assert number(part(0)) == 0
+        assert number(part(0)) == 0  # it had failed before it was seen
+        for expected in (0, 1, 2):
+            again = part(0)
+            assert number(again) == expected
+            again.use_up()
+        del rendezvous._starts[place]  # another process takes the place of that one
+        successor = part(0)
+        successor.set("here", "it is")
+        assert store.check(["telegrad/2/here"])
+        successor.use_up()
+        assert number(part(0)) == 3  # in step with the others
+        part(0, is_open=True).use_up()
+        assert number(part(0, is_open=True)) == 3  # others may still be there
+        assert number(part(0)) == 4
+    finally:
+        rendezvous._starts.pop(place, None)
+        rendezvous._open_groups.pop(place, None)
 
 
 def test_a_port_that_is_taken_is_told():

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import timedelta
 
+import pytest
 import torch
 
+from telegrad.errors import WorkerLost
 from telegrad.rpc.network import Network
 from telegrad.rpc.options import RpcOptions
 from telegrad.rpc.rendezvous import Directory, Record
@@ -70,5 +72,7 @@ def test_one_that_leaves_is_lost_and_takes_no_name_from_its_successor():
     former = network.peer(1)
     network.forget_member(1)
     assert former.is_lost
+    with pytest.raises(WorkerLost, match="worker 'server' cannot be called: it has left the group"):
+        former.multiplex()  # somebody was about to call it
     assert network.id_of("server") == 2
     assert network.last_name_of(1) == "server"

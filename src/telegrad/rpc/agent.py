@@ -24,7 +24,7 @@ from torch import is_grad_enabled
 from torch.futures import Future
 
 from telegrad.errors import RpcTimeout, SerializationError, TelegradError, WorkerLost
-from telegrad.rpc.async_call import AsyncCall
+from telegrad.rpc.async_call import AsyncCall, NotSent
 from telegrad.rpc.call_head import pack_call_head
 from telegrad.rpc.conversation import Interruption, messages_in
 from telegrad.rpc.network import Network
@@ -142,6 +142,7 @@ class Agent:
                 seconds or None,
                 what,
                 flags,
+                partial(self.abandon, encoded.references) if encoded.references else None,
             )
         except TelegradError as error:
             self._take_back_after(encoded, error)
@@ -176,7 +177,7 @@ class Agent:
             call.on_failure = partial(self._take_back_after, encoded)
 
     def _take_back_after(self, encoded: Encoded, error: Exception) -> None:
-        is_unread = isinstance(error, WorkerLost) or (
+        is_unread = isinstance(error, WorkerLost | NotSent) or (
             isinstance(error, RpcTimeout) and not error.was_sent
         )
         if is_unread and encoded.references:
@@ -260,6 +261,9 @@ class Agent:
         except WorkerLost as error:
             call.settle_error(not_sent(error, call.what()))
             return
+        except BaseException as error:
+            call.settle_error(NotSent(f"{call.what()} was not sent: {type(error).__name__}"))
+            raise
         try:
             multiplex.send(kind, flags, call_id, context, message, body, buffers)
         except (ConnectionClosed, TransportTimeout) as error:

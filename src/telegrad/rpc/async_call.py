@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from telegrad.errors import RpcTimeout, WorkerLost
+from telegrad.errors import RpcTimeout, TelegradError, WorkerLost
 from telegrad.rpc.multiplex import PendingCall
 from telegrad.rpc.outcome import as_exception
 from telegrad.rpc.peer import Peer
@@ -18,9 +18,14 @@ from telegrad.wire.frames import Frame
 if TYPE_CHECKING:
     from telegrad.rpc.agent import Agent
 
-__all__ = ["AsyncCall"]
+__all__ = ["AsyncCall", "NotSent"]
 
 _log = logging.getLogger("telegrad.rpc")
+
+
+class NotSent(TelegradError):
+    """Something else, Ctrl-C say, ended a call before it was sent. The program gets that; this is
+    for those who watch the call."""
 
 
 class AsyncCall(PendingCall):
@@ -67,7 +72,7 @@ class AsyncCall(PendingCall):
         if self.on_failure is not None:
             self.on_failure(error)
         what = ""
-        if self.is_of_program and not isinstance(error, WorkerLost | RpcTimeout):
+        if self.is_of_program and not isinstance(error, WorkerLost | RpcTimeout | NotSent):
             what = f"{self.what()} on worker {self._agent.name_of(self.to)!r}"
         self._settle(self.future.fail, error, what)
 

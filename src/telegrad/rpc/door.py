@@ -39,6 +39,7 @@ class Door:
     Args:
         name: this worker's, for what is logged.
         recognise: checks that an identity, proved already, belongs here; raises `ProtocolError`.
+            Whoever it keeps waiting is no stranger any more.
         welcome: runs a connection that was let in, to its end.
         spawn: starts a thread, by the name of its role.
     """
@@ -133,17 +134,24 @@ class Door:
             pass  # it was dismissed
 
     def _admit(self, stranger: _Stranger) -> None:
-        identity = self._identify(stranger.connection)
-        self._forget(stranger)
-        if identity is None:
-            stranger.connection.close()
-        else:
-            self._welcome(identity, stranger.connection)
-
-    def _identify(self, connection: Connection) -> Identity | None:
+        connection = stranger.connection
+        identity: Identity | None = None
         try:
-            # Ends in an identity or, at the latest, when the clock dismisses it.
-            identity = answer(connection, self._secret)
+            identity = self._identify(stranger)
+        finally:
+            if identity is None:
+                connection.close()
+        if identity is not None:
+            self._welcome(identity, connection)
+
+    def _identify(self, stranger: _Stranger) -> Identity | None:
+        connection = stranger.connection
+        try:
+            try:
+                # Ends in an identity or, at the latest, when the clock dismisses it.
+                identity = answer(connection, self._secret)
+            finally:
+                self._forget(stranger)
             self._recognise(identity)
             return identity
         except (AuthenticationError, ProtocolError) as error:

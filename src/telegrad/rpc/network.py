@@ -100,6 +100,7 @@ class Network:
         self._threads: set[threading.Thread] = set()
         self._threads_lock = threading.Lock()  # guards the set above
         self._trimmed_at = 0.0
+        self._knows_group = threading.Event()  # or is closing
         self._is_closing = False
         self._is_over = threading.Event()
 
@@ -145,6 +146,14 @@ class Network:
         self.work.start()
         self._door.open()
         self.clock.start()
+
+    def admit_members(self) -> None:
+        """All that are there are known: they are served from now on.
+
+        Whoever was faster with the same may have connected before, and waits: what it calls could
+        look for members that are not known here yet.
+        """
+        self._knows_group.set()
 
     # -- members
 
@@ -213,9 +222,7 @@ class Network:
             if self.name_of(worker_id) is None or worker_id not in self._peers:
                 former = self._former_names.get(worker_id)
                 if former is not None:
-                    reason = "it has left the group"
-                    text = f"worker {former!r} cannot be called: {reason}"
-                    raise WorkerLost(text, worker=former, reason=reason)
+                    raise _has_left(former)
                 raise WorkerLost(f"there is no worker with id {worker_id} in the group")
             peer = self._peers[worker_id]
         return peer
@@ -316,7 +323,9 @@ class Network:
         return connection
 
     def _address_of(self, peer: Peer) -> str:
-        record = self._records[peer.info.id]
+        record = self._records.get(peer.info.id)
+        if record is None:  # in this moment
+            raise _has_left(peer.info.name)
         for address in record.addresses:
             scheme = address.partition(":")[0]
             if scheme in self._transports and (scheme != "unix" or record.host == self._host):
@@ -367,6 +376,7 @@ class Network:
             self._serve_lane(peer, connection)
 
     def _recognise(self, identity: Identity) -> None:
+        self._knows_group.wait()  # ends when the group is known, or with `close`
         if identity.target_id != self.info.id or identity.target_incarnation != self.incarnation:
             raise ProtocolError("it looks for another worker")
         peer = self._peers.get(identity.worker_id)
@@ -479,6 +489,7 @@ class Network:
             patience: seconds to wait for threads that are in a program's own code.
         """
         self._is_closing = True
+        self._knows_group.set()
         self._is_over.set()
         self._door.close()
         self.clock.stop()
@@ -510,6 +521,11 @@ class Network:
         with self._threads_lock:
             thread.start()
             self._threads.add(thread)  # it waits for the lock before it takes itself out
+
+
+def _has_left(name: str) -> WorkerLost:
+    reason = "it has left the group"
+    return WorkerLost(f"worker {name!r} cannot be called: {reason}", worker=name, reason=reason)
 
 
 def _to_nobody(*parts: object) -> None:

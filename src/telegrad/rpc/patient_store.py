@@ -33,6 +33,12 @@ class PatientStore:
         self._store = store
         self._has_vanished = False
 
+    @property
+    def timeout(self) -> float:
+        """Seconds that the store waits for a key."""
+        timeout: timedelta = self._store.timeout  # type: ignore[attr-defined]
+        return timeout.total_seconds()
+
     def get(self, key: str) -> bytes:
         return self._ask(lambda: bytes(self._store.get(key)))
 
@@ -48,9 +54,22 @@ class PatientStore:
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         return self._ask(lambda: bytes(self._store.compare_set(key, expected, desired)))
 
+    def wait(self, keys: list[str], seconds: float) -> bool:
+        """Waits until all keys are there; False if that takes longer."""
+
+        def wait() -> bool:
+            try:
+                self._store.wait(keys, timedelta(seconds=seconds))
+            except dist.DistNetworkError:
+                raise
+            except RuntimeError:  # some stores say what kind of error it is, and some do not
+                return self._store.check(keys)
+            return True
+
+        return self._ask(wait)
+
     def _ask(self, question: Callable[[], _T]) -> _T:
-        timeout: timedelta = self._store.timeout  # type: ignore[attr-defined]
-        seconds = timeout.total_seconds() + _GRACE
+        seconds = self.timeout + _GRACE
         answers: list[_T] = []
         errors: list[Exception] = []
 

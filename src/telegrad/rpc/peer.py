@@ -115,11 +115,15 @@ class Peer:
         timeout: float | None,
         what: Callable[[], str],
         flags: int = 0,
+        on_unsent: Callable[[], None] | None = None,
     ) -> Frame:
         """Sends a request and waits for its reply, on this thread.
 
         Ends in the reply, in `RpcTimeout` after `timeout` seconds, or in `WorkerLost` when the
         connection ends, which the heartbeat sees to if the peer no longer answers.
+
+        Args:
+            on_unsent: called if something else ends it, Ctrl-C say, before all of it was sent.
         """
         lane = self._idle_lane()
         seconds = timeout
@@ -130,6 +134,10 @@ class Peer:
                 raise self.timed_out(timeout or 0.0, what(), was_sent=False) from None
             except WorkerLost as error:
                 raise not_sent(error, what()) from None
+            except BaseException:
+                if on_unsent is not None:
+                    on_unsent()
+                raise
         number = next(self._numbers)
         reads = -1
         try:
@@ -151,6 +159,8 @@ class Peer:
             raise self.loss(what()) from None
         except BaseException:  # Ctrl-C while waiting: the reply would be taken for the next call's
             self._discard(lane)
+            if reads < 0 and on_unsent is not None:
+                on_unsent()
             raise
         self._put_back(lane)
         return frame

@@ -140,8 +140,8 @@ class RemoteReferences:
             ids = REMOTE_HEAD.pack(*rref_id, *fork_id, bool(timeout))
             body = (ids, head, encoded.payload)
             agent.dispatch(call, Kind.REMOTE, context, message, body, encoded.buffers, timeout)
-        except Exception as error:
-            self.table.creation_failed(fork_id, again(error))
+        except BaseException as error:
+            self.table.creation_failed(fork_id, again(as_exception(error)))
             raise
         return rref
 

@@ -15,13 +15,13 @@ the store has vanished.
 
 from __future__ import annotations
 
-import collections
 import json
 import logging
 import os
 import secrets
 import socket
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from numbers import Integral
@@ -39,10 +39,13 @@ from telegrad.rpc.worker_info import WorkerInfo
 
 __all__ = ["Directory", "Record", "host_identity", "meet"]
 
+_LOOK_EVERY = 1.0  # seconds, for those who have died while others wait for them
+
 _T = TypeVar("_T")
 _log = logging.getLogger("telegrad.rpc")
 
-_starts: collections.Counter[str] = collections.Counter()  # of this process, by meeting place
+_starts: dict[str, int] = {}  # the number of this process's next one, by meeting place
+_open_groups: dict[str, int] = {}  # that of its last one there, if the group was open
 # torch's TCP rendezvous ends with its iterator: it is kept for as long as the process lives.
 _iterators: list[Iterator[Any]] = []
 
@@ -93,7 +96,8 @@ def meet(options: RpcOptions, rank: int, world_size: int | None) -> tuple[Store,
         rank = int(os.environ["RANK"])
         _check(rank, world_size)
     store = _open_store(options, rank, world_size)
-    return _fresh(store, _place(options.init_method), rank), rank, world_size or 0
+    part = Part(store, _place(options.init_method), rank, is_open=world_size is None)
+    return part, rank, world_size or 0
 
 
 def _open_store(options: RpcOptions, rank: int, world_size: int | None) -> Store:
@@ -167,21 +171,38 @@ def _check(rank: int, world_size: int | None) -> None:
         raise ValueError(f"rank must be at most {MAX_WORKER_ID}, got {rank}")
 
 
-def _fresh(store: Store, place: str, rank: int) -> Store:
-    """The part of the store that belongs to this start of the group.
+class Part(PrefixStore):
+    """The part of a store that belongs to one start of a group, by its number.
 
     A process that starts again at the same meeting place uses fresh keys; so do the others, in step
-    with it. A process that takes the place of a crashed one goes where that one was.
+    with it. One that left an open group comes back to it: others may still be there. A process that
+    takes the place of a crashed one goes where that one was.
     """
-    last = f"telegrad/generation/{rank}"
-    patient = PatientStore(store)
-    if _starts[place] == 0 and patient.check([last]):
-        number = int(patient.get(last))
-    else:
-        number = _starts[place]
-        patient.set(last, str(number))
-    _starts[place] += 1
-    return PrefixStore(f"telegrad/{number}", store)
+
+    def __init__(self, store: Store, place: str, rank: int, *, is_open: bool) -> None:
+        self._place = place
+        self._is_open = is_open
+        self._number = self._find_number(PatientStore(store), rank)
+        super().__init__(f"telegrad/{self._number}", store)
+
+    def _find_number(self, store: PatientStore, rank: int) -> int:
+        place = self._place
+        if self._is_open and place in _open_groups:
+            return _open_groups[place]
+        last = f"telegrad/generation/{rank}"
+        if place not in _starts and store.check([last]):
+            return int(store.get(last))
+        number = _starts.get(place, 0)
+        store.set(last, str(number))
+        return number
+
+    def use_up(self) -> None:
+        """Others can see this worker now. Had it failed before, a second try would be the same
+        start: the others may be waiting for it."""
+        _starts[self._place] = self._number + 1
+        _open_groups.pop(self._place, None)
+        if self._is_open:
+            _open_groups[self._place] = self._number
 
 
 class Directory:
@@ -193,6 +214,7 @@ class Directory:
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
         self._store = PatientStore(store)
+        self._part = store if isinstance(store, Part) else None
         self._rank = rank
         self._world_size = world_size
         self._seen = 0  # slots of an open group that have been looked at
@@ -249,6 +271,8 @@ class Directory:
         return self._stored(self._rank)
 
     def publish(self, record: Record) -> None:
+        if self._part is not None:
+            self._part.use_up()
         self._store.set(f"worker/{record.id}", json.dumps(asdict(record)))
         if self.is_open:
             slot = self._store.add("slots", 1)
@@ -322,14 +346,32 @@ class Directory:
             _log.info("the store where the workers met has ended: %s", str(error).splitlines()[0])
             return without_store
 
-    def joined(self) -> None:
-        """Keeps the worker that may host the store until all others have read from it."""
+    def joined(self, group: Sequence[Record], is_alive: Callable[[Record], bool]) -> None:
+        """Keeps the worker that may host the store until all others have read from it, or died.
+
+        Raises:
+            TelegradError: one of them took longer than the store's timeout.
+        """
         if self.is_open:
             return
-        if self._store.add("joined", 1) == self._world_size:
-            self._store.set("everybody", "joined")
-        if self._rank == 0:
-            self._store.get("everybody")
+        self._store.set(f"joined/{self._rank}", "")
+        if self._rank != 0:
+            return
+        end = time.monotonic() + self._store.timeout
+        keys = [f"joined/{record.id}" for record in group]
+        # Ends when all are there, or none of those that are not is alive, or at the timeout.
+        while not self._store.wait(keys, _LOOK_EVERY):
+            missing = [record for record in group if not self._store.check([f"joined/{record.id}"])]
+            living = [record for record in missing if is_alive(record)]
+            if not living:
+                for record in missing:
+                    _log.warning("worker %s died while the group came together", record.name)
+                return
+            if time.monotonic() > end:
+                raise TelegradError(
+                    f"worker {living[0].name!r} came to the meeting place, and has not joined the "
+                    f"group within {self._store.timeout:g} seconds"
+                )
 
     def _get(self, key: str, rank: int) -> bytes:
         try:
@@ -355,10 +397,11 @@ class Directory:
         return "".join(f". {line}" for line in lines)
 
     def _mistakes_of(self, rank: int) -> list[str]:
-        came = [
+        lines = [
             bytes(self._store.get(f"turn/{rank}/{turn}")).decode()
             for turn in range(1, self._store.add(f"turns/{rank}", 0) + 1)
         ]
+        came = list({line.partition(", told")[0]: line for line in lines}.values())  # their last
         own = f"told of {self._world_size} workers"
         if len(came) > 1:
             return [f"Rank {rank} was taken more than once: by {'; by '.join(came)}"]

@@ -236,8 +236,12 @@ class RRefTable:
         record = UserRecord(rref_id, fork_id, owner)
         record.creation = self._creations[fork_id] = Creation()
         event = ev.CreationStarted(rref=rref_id, fork=fork_id, owner=owner)
-        self._apply([event], record=record)
-        return rref_id, fork_id, RRef._of(self, record)
+        try:
+            self._apply([event], record=record)
+            return rref_id, fork_id, RRef._of(self, record)
+        except BaseException as error:  # Ctrl-C: nobody knows of it yet
+            self.creation_failed(fork_id, RRefError(f"it was not sent: {type(error).__name__}"))
+            raise
 
     def creation_confirmed(self, fork_id: ForkId) -> None:
         """The owner has registered the fork; the function may still be running."""

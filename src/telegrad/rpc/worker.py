@@ -103,13 +103,15 @@ class Worker:
         network.introduce_member(record)
         network.start()
         directory.publish(record)
-        for other in directory.everybody():
+        everybody = directory.everybody()
+        for other in everybody:
             network.introduce_member(other)
         if directory.is_open:
             self._check_name_is_free()
+        network.admit_members()
         if directory.is_open or predecessor is not None:
             self._tell_others(record, timeout=10.0)
-        directory.joined()
+        directory.joined(everybody, network.answers)
 
     def _check_name_is_free(self) -> None:
         network, me = self.agent.network, self.info

@@ -1,0 +1,130 @@
+"""Ctrl-C while a call is packed, connects or is sent: references in it end. Real processes."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+from interrupting import CtrlC
+from telegrad import rpc
+from telegrad.errors import RRefError
+from telegrad.rpc import current
+from telegrad.rpc.rref_table import RRefTable
+from telegrad.testing.cluster import cluster
+
+PATIENCE = 20.0
+
+
+@pytest.fixture
+def group():
+    with cluster(2) as running:
+        yield running
+
+
+def first_of(*args):
+    return 1
+
+
+CALLS = {
+    "rpc_sync": rpc.rpc_sync,
+    "rpc_async": rpc.rpc_async,
+    "remote": rpc.remote,
+}
+
+
+@pytest.fixture(params=CALLS)
+def call(request):
+    return CALLS[request.param]
+
+
+class Interrupts:
+    """Something whose packing the user interrupts."""
+
+    def __reduce__(self):
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("not interrupted")
+
+
+@contextlib.contextmanager
+def interrupted_soon():
+    """Ctrl-C a while after the block has begun, which must be in the middle of waiting."""
+    main = threading.main_thread().ident
+    timer = threading.Timer(0.3, signal.pthread_kill, (main, signal.SIGINT))
+    timer.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            yield
+    finally:
+        timer.cancel()
+        timer.join()
+
+
+def wait_until_none_is_open():
+    table = current.current().references.table
+    end = time.monotonic() + PATIENCE
+    while True:
+        gc.collect()
+        open_ones = {name: int(count) for name, count in table.debug_info().items()}
+        if not any(open_ones.values()):
+            return
+        assert time.monotonic() < end, open_ones
+        time.sleep(0.02)
+
+
+def test_while_it_is_packed(group, call):
+    value = rpc.RRef(torch.ones(2))
+    with pytest.raises(KeyboardInterrupt):
+        call("worker1", first_of, (value, Interrupts()))
+    del value
+    wait_until_none_is_open()
+    assert rpc.rpc_sync("worker1", first_of) == 1
+
+
+def test_at_any_step_of_making_a_reference(group):
+    steps = {RRefTable.new_user.__code__: None, RRefTable._apply.__code__: None}
+    table = current.current().references.table
+    interrupted = 0
+    while True:
+        try:
+            with CtrlC(steps, interrupted + 1):
+                _, fork, rref = table.new_user(1)
+            break
+        except KeyboardInterrupt:
+            interrupted += 1
+            wait_until_none_is_open()
+    assert interrupted >= 10
+    table.creation_failed(fork, RRefError("that was all"))
+    del rref
+    wait_until_none_is_open()
+
+
+def test_while_it_connects(group, call):
+    value = rpc.RRef(torch.ones(2))
+    group.pause("worker1")
+    with interrupted_soon():
+        call("worker1", first_of, (value,))
+    group.resume("worker1")
+    del value
+    wait_until_none_is_open()
+    assert rpc.rpc_sync("worker1", first_of) == 1
+
+
+def test_while_it_is_sent(call):
+    # By a socket: shared memory would take it all at once.
+    with cluster(2, shared_memory=False) as group:
+        value = rpc.RRef(torch.ones(2))
+        assert rpc.rpc_sync("worker1", first_of) == 1
+        rpc.rpc_async("worker1", first_of).wait()
+        group.pause("worker1")
+        with interrupted_soon():
+            call("worker1", first_of, (torch.zeros(1 << 24), value))
+        group.resume("worker1")
+        del value
+        wait_until_none_is_open()
+        assert rpc.rpc_sync("worker1", first_of) == 1
