@@ -71,28 +71,3 @@ def test_a_module_can_be_run_so(tmp_path):
     code, out, err = run(tmp_path, "-n", "2", "--drop-in", "-m", "program")
     assert code == 0, err
     assert b"[0] on telegrad __main__\n" in out
-
-
-def test_the_program_finds_what_it_would_find_without(tmp_path):
-    (tmp_path / "neighbour.py").write_text("here = True\n")
-    (tmp_path / "script.py").write_text(
-        "import sys, neighbour\n"
-        "print(sys.argv, __name__, __file__, __spec__, sys.path[0])\n"
-        "import __main__; assert vars(__main__) is globals()\n"
-    )
-    plain = run(tmp_path, "script.py", "--x", "1")
-    assert plain[0] == 0
-    assert run(tmp_path, "--drop-in", "script.py", "--x", "1") == plain
-
-
-def test_a_failure_looks_as_without(tmp_path):
-    (tmp_path / "script.py").write_text("def f():\n    raise ValueError('why')\n\nf()\n")
-    plain = run(tmp_path, "script.py")
-    assert plain[0] == 1
-    assert b"ValueError: why" in plain[2]
-    assert run(tmp_path, "--drop-in", "script.py") == plain
-
-
-def test_an_exit_code_is_kept(tmp_path):
-    (tmp_path / "script.py").write_text("raise SystemExit(9)\n")
-    assert run(tmp_path, "--drop-in", "script.py") == (9, b"", b"")

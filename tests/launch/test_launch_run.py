@@ -13,9 +13,6 @@ import textwrap
 import pytest
 from launching import telegrad
 
-from telegrad.launch import layout
-from telegrad.launch.layout import one_layout
-
 
 @pytest.fixture
 def script(tmp_path):
@@ -61,50 +58,54 @@ def test_workers_get_what_torchrun_gives(tmp_path, script):
 
 
 WHERE = """
-    import ctypes
-    print(ctypes.cast(ctypes.pythonapi.Py_IncRef, ctypes.c_void_p).value)
+    import ctypes, os, sys
+    assert "torch" not in sys.modules  # what a program sets before it imports that must count
+    print(ctypes.cast(ctypes.pythonapi.Py_IncRef, ctypes.c_void_p).value, os.getppid())
 """
 
 
-def test_workers_have_one_memory_layout_if_that_is_asked_for(tmp_path, script):
-    with one_layout() as is_allowed:
-        pass
-    if not is_allowed:
-        pytest.skip("the system does not allow processes without random addresses")
+def test_workers_lie_at_the_same_addresses_and_those_of_another_run_elsewhere(tmp_path, script):
     script(WHERE)
-    code, out, err = run(tmp_path, "-n", "4", "--same-layout", "script.py")
-    assert code == 0, err
-    assert len({line.split()[1] for line in out.splitlines()}) == 1
-    code, out, err = run(tmp_path, "-n", "4", "script.py")
-    assert code == 0, err
-    assert len({line.split()[1] for line in out.splitlines()}) > 1  # and it was for them only
+    found = []
+    for _ in range(2):
+        code, out, err = run(tmp_path, "-n", "4", "script.py")
+        assert code == 0, err
+        found.append({tuple(line.split()[1:]) for line in out.splitlines()})
+    assert [len(each) for each in found] == [1, 1]  # and each has the keeper as its parent
+    assert found[0] != found[1]
 
 
-def test_a_system_that_does_not_allow_one_layout_is_told_of(tmp_path, script):
-    script("print('ran')")
-    start = (
-        "import sys; from telegrad.launch import layout; from telegrad.cli import main\n"
-        "layout._NOT_RANDOM = 0  # what comes back does not have it\n"
-        "sys.exit(main(['run', '-n', '2', '--same-layout', 'script.py']))"
+def test_a_worker_that_cannot_be_forked_ends_those_that_run(tmp_path, script):
+    script("import signal; print('up', flush=True); signal.pause()")
+    script(
+        """
+        import errno, os
+        forked, fork = [], os.fork
+
+        def fork_once():
+            if forked:
+                raise BlockingIOError(errno.EAGAIN, "no more processes")
+            forked.append(True)
+            return fork()
+
+        os.fork = fork_once
+        """,
+        "sitecustomize.py",
     )
-    done = subprocess.run(
-        [sys.executable, "-c", start], cwd=tmp_path, capture_output=True, timeout=100
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count(b"ran") == 2
-    assert b"the system does not allow one memory layout for all workers" in done.stderr
+    environment = {"PYTHONPATH": str(tmp_path)}
+    code, _, err = run(tmp_path, "-n", "3", "script.py", environment=environment)
+    assert code == 2
+    reason = b"Resource temporarily unavailable"
+    assert err.endswith(b"telegrad: worker 1 cannot be started: %s\n" % reason)
 
 
-@pytest.mark.parametrize("answers", [[-1], [0, -1], [0, 0, 0]])
-def test_a_layout_that_is_refused_is_no_error(answers, monkeypatch):
-    class System:
-        @staticmethod
-        def personality(wanted):
-            return answers.pop(0) if answers else 0
-
-    monkeypatch.setattr(layout.ctypes, "CDLL", lambda name: System)
-    with one_layout() as is_allowed:
-        assert not is_allowed
+def test_a_python_that_does_not_start_is_told_of(tmp_path, script):
+    script("pass")
+    script("import os; os._exit(3)", "sitecustomize.py")
+    environment = {"PYTHONPATH": str(tmp_path)}
+    code, _, err = run(tmp_path, "script.py", environment=environment)
+    assert code == 2
+    assert b"worker 0 cannot be started: the process that starts the workers has ended" in err
 
 
 def test_the_cores_are_shared_out_and_it_says_so(tmp_path, script):

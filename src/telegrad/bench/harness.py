@@ -59,7 +59,8 @@ class Case:
         per: how many calls one run of it makes; times are given per call.
         mark: how many times faster telegrad must be.
         workers: how many workers it needs, the driver among them.
-        same_layout: whether all of them have one memory layout.
+        apart: whether each of them is started for itself, as torchrun and `mp.spawn` do. Else
+            they are forked from one process, as `telegrad run` does, and lie at the same addresses.
     """
 
     name: str
@@ -67,7 +68,7 @@ class Case:
     per: int = 1
     mark: float | None = None
     workers: int = 2
-    same_layout: bool = False
+    apart: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,15 +89,17 @@ class Result:
 class Arena:
     """The processes of one side: a driver, which runs the cases, and the workers it calls."""
 
-    def __init__(self, side: str, size: int) -> None:
+    def __init__(self, side: str, size: int, *, apart: bool) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="telegrad-bench-")
-        spawn = multiprocessing.get_context("spawn")
-        self._line, line = spawn.Pipe()
-        self._done = spawn.Event()
+        start: Any = multiprocessing.get_context("spawn" if apart else "forkserver")
+        line: Connection
+        self._line: Connection
+        self._line, line = start.Pipe()
+        self._done = start.Event()
         where = self._directory.name
-        self._processes = [spawn.Process(target=_drive, args=(side, where, size, line))]
+        self._processes = [start.Process(target=_drive, args=(side, where, size, line))]
         self._processes += [
-            spawn.Process(target=_serve, args=(side, where, rank, size, self._done))
+            start.Process(target=_serve, args=(side, where, rank, size, self._done))
             for rank in range(1, size)
         ]
         for process in self._processes:
@@ -146,11 +149,13 @@ class Arena:
 
 
 @contextlib.contextmanager
-def arenas(size: int, sides: tuple[str, ...] = ("torch", "telegrad")) -> Iterator[dict[str, Arena]]:
+def arenas(
+    size: int, sides: tuple[str, ...] = ("torch", "telegrad"), *, apart: bool = False
+) -> Iterator[dict[str, Arena]]:
     """The sides' processes, all stopped."""
     found = {}
     for side in sides:
-        found[side] = Arena(side, size)
+        found[side] = Arena(side, size, apart=apart)
         found[side].pause()
     try:
         yield found

@@ -148,12 +148,12 @@ CASES = [
     Case(name="step with 64 MB of activations each way", prepare=activations),
     Case(name="3 trainers on one server, per step", prepare=trainers, per=20, mark=3.0, workers=4),
     Case(
-        name="3 trainers, all in one memory layout, per step",
+        name="3 trainers, processes started apart, per step",
         prepare=trainers,
         per=20,
         mark=3.0,
         workers=4,
-        same_layout=True,
+        apart=True,
     ),
 ]
 

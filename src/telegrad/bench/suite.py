@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 
 import torch
 
 from telegrad.bench import passes, processes
 from telegrad.bench.cases import all_cases
 from telegrad.bench.harness import Case, Result, arenas, measure
-from telegrad.launch.layout import one_layout
 
 __all__ = ["names", "run"]
 
@@ -38,12 +36,10 @@ def run(words: Sequence[str] = ()) -> Iterator[Result]:
         yield from processes.run()  # first: they fork, so nothing else may run yet
     torch.set_num_threads(1)
     cases = [case for case in all_cases() if wanted(case.name)]
-    for (size, same_layout), group in _by_arena(cases).items():
-        with one_layout() if same_layout else nullcontext(True) as is_allowed:
-            if is_allowed:
-                with arenas(size) as sides:
-                    for case in group:
-                        yield measure(case, sides)
+    for (size, apart), group in _by_arena(cases).items():
+        with arenas(size, apart=apart) as sides:
+            for case in group:
+                yield measure(case, sides)
     if wanted(_LOCAL_GRAPH):
         with arenas(2, ("telegrad",)) as sides:
             sides["telegrad"].resume()
@@ -55,5 +51,5 @@ def _by_arena(cases: list[Case]) -> dict[tuple[int, bool], list[Case]]:
     """By what processes they need."""
     found: dict[tuple[int, bool], list[Case]] = {}
     for case in cases:
-        found.setdefault((case.workers, case.same_layout), []).append(case)
+        found.setdefault((case.workers, case.apart), []).append(case)
     return found

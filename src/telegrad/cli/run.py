@@ -27,10 +27,7 @@ last. The exit code is that of the worker that failed, 128 + n if signal n
 killed it. Ctrl-C is passed on to the workers; a second one kills them.
 
 The cores are shared out between the workers by OMP_NUM_THREADS, unless that is
-set already. Where there are fewer cores than workers, --same-layout may make
-small steps faster: cores predict the code of all workers alike. It turns off
-address space layout randomisation, a defence against those who exploit memory
-errors.
+set already.
 """
 
 
@@ -47,11 +44,6 @@ def _configure(parser: Parser) -> None:
         action="store_true",
         help="put telegrad in the place of torch.distributed.rpc and .autograd first, in each "
         "worker and in the processes it starts",
-    )
-    parser.add_argument(
-        "--same-layout",
-        action="store_true",
-        help="give all workers one memory layout (no address space layout randomisation)",
     )
     parser.add_argument(
         "--master-port",
@@ -91,7 +83,6 @@ def _run(options: argparse.Namespace) -> int:
             workers=options.workers,
             master_port=options.master_port,
             grace=options.grace,
-            same_layout=options.same_layout,
         )
     )
 

@@ -4,7 +4,7 @@
 
     front     the process that was started: gets the terminal's signals, passes them on, waits
     └── keeper    in a process group of its own: starts the workers, reads their output, ends them
-        ├── worker 0    each in a session of its own
+        ├── worker 0    each in a session of its own; forked by the nursery, which ends by that
         └── worker 1
 
 Both adopt orphans among their descendants. If the front is killed, a pipe tells the keeper, which

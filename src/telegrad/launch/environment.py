@@ -1,16 +1,17 @@
-"""The environment of a worker: what programs written for torchrun read from it."""
+"""The environment of workers: what programs written for torchrun read from it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["worker_environment"]
+__all__ = ["group_environment"]
 
 
-def worker_environment(
-    base: Mapping[str, str], *, rank: int, size: int, port: int, secret: str, threads: int | None
+def group_environment(
+    base: Mapping[str, str], *, size: int, port: int, secret: str, threads: int | None
 ) -> dict[str, str]:
-    """
+    """What is the same for all of a group. Each also gets its rank, when it is forked.
+
     Args:
         base: what the launcher itself was started with.
         secret: what the workers prove to each other, unless the user has set one. With it, being
@@ -22,8 +23,6 @@ def worker_environment(
     found.update(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
         WORLD_SIZE=str(size),
         LOCAL_WORLD_SIZE=str(size),
         GROUP_RANK="0",

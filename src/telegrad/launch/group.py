@@ -22,11 +22,10 @@ from collections.abc import Callable
 from functools import partial
 
 from telegrad.launch.descendants import descendants, signal_all
-from telegrad.launch.environment import worker_environment
-from telegrad.launch.layout import one_layout
+from telegrad.launch.environment import group_environment
 from telegrad.launch.options import LaunchOptions
 from telegrad.launch.output import Screen
-from telegrad.launch.worker_process import Stream, WorkerProcess, start_process
+from telegrad.launch.worker_process import Stream, WorkerProcess, start_workers
 
 __all__ = ["PASSED_ON", "Group"]
 
@@ -74,13 +73,7 @@ class Group:
         self._watch(inbox.fileno(), partial(self._on_signals, inbox))
         self._watch(self._front, self._on_front_lost)
         try:
-            if self._options.same_layout:
-                with one_layout() as is_allowed:
-                    if not is_allowed:
-                        self._tell("the system does not allow one memory layout for all workers")
-                    self._start()
-            else:
-                self._start()
+            self._start()
             while not self._is_over():
                 # Ends by output, a death, a signal, or when the next step of the plan is due.
                 for key, _ in self._selector.select(self._patience()):
@@ -98,13 +91,14 @@ class Group:
         size = self._options.workers
         if threads is not None:
             self._tell(f"OMP_NUM_THREADS={threads} for each of {size} workers")
-        command = self._options.program.command()
-        for rank in range(size):
-            environment = worker_environment(
-                os.environ, rank=rank, size=size, port=self._port, secret=secret, threads=threads
-            )
-            worker = start_process(rank, command, environment)
-            self._workers.append(worker)
+        environment = group_environment(
+            os.environ, size=size, port=self._port, secret=secret, threads=threads
+        )
+        # Ends when they are forked. Signals that come meanwhile wait, but not the front's patience.
+        self._workers = start_workers(
+            size, self._options.program.arguments_of_nursery(), environment
+        )
+        for worker in self._workers:
             for stream in (worker.out, worker.err):
                 self._watch(stream.descriptor, partial(self._on_output, worker, stream))
 

@@ -22,14 +22,12 @@ class LaunchOptions:
         workers: how many are started.
         master_port: where the workers meet; 0 takes a free one.
         grace: seconds between asking workers to end and killing them.
-        same_layout: gives all workers one memory layout, if the system allows it (`layout`).
     """
 
     program: Program
     workers: int = 1
     master_port: int = 0
     grace: float = 10.0
-    same_layout: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.workers <= MOST_WORKERS:

@@ -39,10 +39,10 @@ class Program:
         else:
             self._check_script()
 
-    def command(self) -> list[str]:
-        start = ["-m", "telegrad.launch.drop_in"] if self.drop_in else []
-        name = ["-m", self.name] if self.is_module else [self.name]
-        return [sys.executable, *start, *name, *self.arguments]
+    def arguments_of_nursery(self) -> list[str]:
+        flags = ["--drop-in"] if self.drop_in else []
+        flags += ["-m"] if self.is_module else []
+        return [*flags, self.name, *self.arguments]
 
     def _check_script(self) -> None:
         try:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Mapping, Sequence
 
 from telegrad.errors import LaunchError
 from telegrad.launch.last_words import LastWords
 from telegrad.launch.output import Lines
 
-__all__ = ["Stream", "WorkerProcess", "start_process"]
+__all__ = ["Stream", "WorkerProcess", "start_workers"]
 
 _AT_ONCE = 1 << 16  # bytes that are read at a time
+_NURSERY = os.path.join(os.path.dirname(os.path.abspath(__file__)), "nursery.py")
 
 
 class Stream:
@@ -92,41 +94,66 @@ class WorkerProcess:
         return f"worker {self.rank} was killed by {name}{hint}"
 
 
-def start_process(
-    rank: int, command: Sequence[str], environment: Mapping[str, str]
-) -> WorkerProcess:
-    """Starts a worker in a session of its own: what the terminal sends goes to the launcher alone.
+def start_workers(
+    size: int, arguments: Sequence[str], environment: Mapping[str, str]
+) -> list[WorkerProcess]:
+    """Has a nursery fork the workers of a group, and adopts them.
 
-    Worker 0 gets the launcher's stdin unless that is a terminal, which a process of another session
-    cannot read; the others have none.
+    Args:
+        arguments: what the nursery has to know of the program.
+        environment: the workers', but for their ranks.
 
     Raises:
-        LaunchError: the system does not let us.
+        LaunchError: the system does not let us. Some may have been started.
     """
-    opened: list[int] = []
+    births: list[int] = []
+    outputs: list[int] = []
+    writers: list[int] = []
     try:
-        for _ in range(2):
-            opened += os.pipe()
-        out_reader, out_writer, err_reader, err_writer = opened
-        actions: list[tuple[int, ...] | tuple[int, int, str, int, int]] = [
-            (os.POSIX_SPAWN_DUP2, out_writer, 1),
-            (os.POSIX_SPAWN_DUP2, err_writer, 2),
-        ]
-        if rank != 0 or os.isatty(0):
-            actions.append((os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0))
-        process = os.posix_spawn(
-            command[0],
-            list(command),
-            environment,
-            file_actions=actions,
-            setsid=True,
-            setsigmask=(),
-            setsigdef=(signal.SIGPIPE, signal.SIGXFSZ),  # Python ignores them for itself only
-        )
+        _open_pipe(births, writers)
+        for _ in range(2 * size):
+            _open_pipe(outputs, writers)
+        _start_nursery(writers, arguments, environment)
     except OSError as error:
-        for descriptor in opened:
-            os.close(descriptor)
-        raise LaunchError(f"worker {rank} cannot be started: {error.strerror}") from None
-    os.close(out_writer)
-    os.close(err_writer)
-    return WorkerProcess(rank, process, Stream(rank, out_reader), Stream(rank, err_reader))
+        for reader in (*births, *outputs):
+            os.close(reader)
+        raise _no_room(min(len(outputs) // 2, size - 1), error.errno) from None
+    finally:
+        for writer in writers:
+            os.close(writer)
+    with open(births[0], encoding="ascii") as lines:
+        told = [int(line) for line in lines]  # ends with the nursery: no worker keeps it open
+    processes = [process for process in told if process > 0]
+    if len(processes) < size:
+        raise _no_room(len(processes), -min(told, default=0))
+    return [
+        WorkerProcess(rank, process, *(Stream(rank, outputs[2 * rank + i]) for i in range(2)))
+        for rank, process in enumerate(processes)
+    ]
+
+
+def _open_pipe(readers: list[int], writers: list[int]) -> None:
+    reader, writer = os.pipe()
+    readers.append(reader)
+    writers.append(writer)
+    os.set_inheritable(writer, True)
+
+
+def _start_nursery(
+    writers: Sequence[int], arguments: Sequence[str], environment: Mapping[str, str]
+) -> None:
+    births, *outputs = writers
+    os.posix_spawn(
+        sys.executable,
+        [sys.executable, _NURSERY, ",".join(map(str, outputs)), *arguments],
+        environment,
+        file_actions=[(os.POSIX_SPAWN_DUP2, births, 1), (os.POSIX_SPAWN_CLOSE, births)],
+        setsid=True,
+        setsigmask=(),
+        setsigdef=(signal.SIGPIPE, signal.SIGXFSZ),  # Python ignores them for itself only
+    )
+
+
+def _no_room(rank: int, number: int | None) -> LaunchError:
+    reason = os.strerror(number) if number else "the process that starts the workers has ended"
+    return LaunchError(f"worker {rank} cannot be started: {reason}")
