@@ -169,8 +169,56 @@ for thread in threads:
 """
 
 
+LOOKED_UP = """
+import sys, threading, time
+import torch
+from telegrad.autograd.nodes import SendFunction
+
+class Named(torch.Tensor):
+    pass
+
+leaf = {leaf}.requires_grad_()
+is_over = False
+
+def compute():
+    while not is_over:
+        leaf.neg()
+
+threads = [threading.Thread(target=compute) for _ in range(2)]
+for thread in threads:
+    thread.start()
+sys.setswitchinterval(1e-5)
+end = time.monotonic() + 2
+while time.monotonic() < end:
+    assert SendFunction([leaf], to=1).next_functions[0][0].variable is leaf
+is_over = True
+for thread in threads:
+    thread.join()
+"""
+
+
+def runs_to_its_end(program):
+    command = [sys.executable, "-W", "ignore", "-c", program]
+    return subprocess.run(command, timeout=60, check=False).returncode == 0
+
+
 def test_a_leaf_that_was_sent_can_be_used_by_all_threads():
     """With nothing but the object of its AccumulateGrad node kept, these threads stand still within
     a second: see `nodes`."""
-    command = [sys.executable, "-W", "ignore", "-c", ALL_THREADS]
-    assert subprocess.run(command, timeout=60, check=False).returncode == 0
+    assert runs_to_its_end(ALL_THREADS)
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [
+        "torch.eye(2)",
+        "torch.eye(2)[0]",
+        "torch.eye(2).to_sparse()",
+        "torch.eye(2).as_subclass(Named)",
+    ],
+    ids=["plain", "view", "sparse", "subclass"],
+)
+def test_a_leaf_can_be_sent_while_others_compute_with_it(leaf):
+    """Looked up by the `apply` of a Python function, or asked for its `grad_fn` if it is a view,
+    they stand still within a second."""
+    assert runs_to_its_end(LOOKED_UP.format(leaf=leaf))

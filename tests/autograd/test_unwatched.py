@@ -158,6 +158,24 @@ def test_a_look_while_another_wave_registers_is_not_remembered():
     del y
 
 
+def test_hooks_of_other_waves_and_of_those_who_look_are_no_watchers():
+    """Taken for others', those after the node would make a wave put its gradients into `.grad` for
+    a while, where other threads see them."""
+    leaves = Unwatched()
+    leaf, watched = new_leaf(), new_leaf()
+    watched.register_hook(lambda grad: None)
+    y = leaf * watched
+    for node in map(node_of, (leaf, watched)):
+        for register in (node.register_hook, node.register_prehook):
+            leaves.register(register, lambda *grads: None)
+    assert leaves.includes(node_of(leaf))
+    assert not leaves.includes(node_of(watched))
+    assert not leaves.has_post_hooks(node_of(watched))
+    node_of(watched).register_hook(lambda *grads: None)
+    assert leaves.has_post_hooks(node_of(watched))
+    del y
+
+
 def test_a_hook_that_cannot_be_registered_does_not_count():
     leaves = Unwatched()
     leaf = new_leaf()

@@ -7,12 +7,14 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import telegrad
 from telegrad.cli import main
 from telegrad.cli.main import COMMANDS
+from telegrad.launch import descendants
 
 CONSOLE_SCRIPT = Path(sys.executable).with_name("telegrad")
 
@@ -63,6 +65,16 @@ def test_a_port_that_is_taken_is_named(where, capfd):
     assert capfd.readouterr().err == (
         f"telegrad run: port {port} is taken: choose another, or leave it to the launcher\n"
     )
+
+
+@pytest.mark.parametrize("system", [{}, {"prctl": lambda *arguments: -1}], ids=["none", "refused"])
+def test_a_system_without_adoption_is_named_and_nothing_starts(where, monkeypatch, capfd, system):
+    monkeypatch.setattr(descendants.ctypes, "CDLL", lambda name: SimpleNamespace(**system))
+    assert main(["run", "train.py"]) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.startswith("telegrad run: this system does not let a process adopt orphans")
+    assert err.endswith(": start them by torchrun\n")
 
 
 def test_a_script_that_may_not_be_read_is_named(where):

@@ -10,12 +10,20 @@ in torch leads to it, since a pass enters the graph at its next functions, and a
 would take ten times longer to make.
 
 A node's object keeps the node and what it leads to, but not the memory of its outputs: since
-torch 2.13 that is so for Python nodes too. But nobody may keep a leaf's AccumulateGrad node by its
-object alone. Torch looks the node up for every operation on the leaf, under the leaf's mutex, and
-if its object is all that keeps it, torch has to count a reference to that object, for which it
-waits for the interpreter lock. Meanwhile another thread that has this lock, in the `apply` of a
-Python function, waits for the mutex, and both stand still for ever. So something of torch's that
-leads to the node is kept as well.
+torch 2.13 that is so for Python nodes too.
+
+Leaves need care. Torch looks a leaf's AccumulateGrad node up for every operation on the leaf, under
+the leaf's mutex. If there is none, the one that it makes holds the leaf, and if there is one that
+only its object in Python keeps, that object is held: either may need the interpreter lock, which
+torch then waits for with the mutex in hand. A thread that has the interpreter lock and wants the
+mutex would stand still for ever, and the process with it. So
+
+- the node is looked up only by what lets go of the interpreter lock: operations and functions in
+  C++, but not the `apply` of a Python function (a program's own can meet this as well: see "Threads
+  and your own functions" in the reference);
+- a leaf that is a view of another tensor is not asked for its `grad_fn`, for which torch takes the
+  mutex of views;
+- nobody keeps the node by its object alone: something of torch's that leads to it is kept too.
 """
 
 from __future__ import annotations
@@ -55,18 +63,6 @@ enter_wave: Callable[[Any], None] = functools.partial(stash, _CURRENT_WAVE)
 
 current_wave: Callable[[], Any] = functools.partial(peek, _CURRENT_WAVE, None)
 """The wave that runs on this thread, or None."""
-
-
-class _Edges(torch.autograd.Function):
-    """Leads to its input, and does nothing with it."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise BackwardError("a send function takes its gradients from the network only")
 
 
 class _Recv(torch.autograd.Function):
@@ -116,7 +112,7 @@ class SendFunction:
         """What lies behind it, once somebody has looked."""
         self._targets: list[torch.Tensor | tuple[Any, int]] = []
         for tensor in tensors:
-            node = tensor.grad_fn
+            node = None if _is_leaf_and_view(tensor) else tensor.grad_fn
             if node is None:
                 self._targets.append(tensor)
             else:
@@ -205,22 +201,28 @@ _apply_recv: Callable[..., Any] = super(torch.autograd.Function, _Recv).apply
 _weak = weakref.ref
 _trigger = torch.zeros((), requires_grad=True)
 """Makes the outputs of a recv node require grad. Never gets a gradient."""
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+_lead_to: Callable[[torch.Tensor], torch.Tensor] = torch._C._functions.DelayedError(
+    "a send function takes its gradients from the network only", 1
+)
+"""A function of torch's that leads to its input and does nothing with it. Any tensor will do."""
+
+
+def _is_leaf_and_view(tensor: torch.Tensor) -> bool:
+    """Whether a tensor that requires grad is a leaf that shares the memory of another tensor."""
+    return tensor._is_view() and not tensor._base.requires_grad  # type: ignore[union-attr]
 
 
 def _function_of(leaf: torch.Tensor) -> Any:
     """A node that leads to the leaf's; None if it requires grad no more: it gets no gradient then,
     as in torch."""
-    if not leaf.requires_grad or leaf.grad_fn is not None:
+    if not leaf.requires_grad or (not _is_leaf_and_view(leaf) and leaf.grad_fn is not None):
         return None
-    is_plain = type(leaf) in _PLAIN and leaf.layout is torch.strided
-    if is_plain and torch.is_grad_enabled():
-        return leaf.view_as(leaf).grad_fn
+    if torch.is_grad_enabled():
+        return _lead_to(leaf).grad_fn
     with torch.inference_mode(False), torch.enable_grad():
-        if is_plain:
-            return leaf.view_as(leaf).grad_fn
-        made: Any = _Edges.apply(leaf)  # type: ignore[no-untyped-call]  # there may be no view
-        return made.grad_fn
+        return _lead_to(leaf).grad_fn
 
 
 def recv_history(

@@ -12,6 +12,7 @@ its parameters are known otherwise (`leaves`).
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -32,6 +33,10 @@ class _Verdict(weakref.ref[torch.Tensor]):
     key: int
 
 
+class _Own(functools.partial[Any]):
+    """A hook that is of no matter to others: it does nothing in any wave but its own."""
+
+
 class Unwatched:
     """What is known of the leaves of this process. Threads may use it freely."""
 
@@ -45,7 +50,7 @@ class Unwatched:
         token = object()
         self._registering[token] = None
         try:
-            handle = register(hook)
+            handle = register(_Own(hook))
             self._own += 1
         finally:
             del self._registering[token]
@@ -84,19 +89,20 @@ class Unwatched:
 
     def has_post_hooks(self, node: Any) -> bool:
         """Whether hooks run after the AccumulateGrad node of a leaf, and see its gradient."""
-        return not self.includes(node) and bool(self._hooks(node.register_hook))
+        return not self.includes(node) and self._has_hooks(node.register_hook)
 
     def _is_hooked(self, node: Any, leaf: torch.Tensor) -> bool:
         if leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
             return True
-        return bool(self._hooks(node.register_hook) or self._hooks(node.register_prehook))
+        return self._has_hooks(node.register_hook) or self._has_hooks(node.register_prehook)
 
-    def _hooks(self, register: Callable[[Any], Any]) -> Any:
-        """What is registered there: there is no other way to get at it than to register."""
+    def _has_hooks(self, register: Callable[[Any], Any]) -> bool:
+        """Whether any of matter is registered there. There is no other way to get at them than to
+        register one, as other waves and other threads that look do, too."""
         handle = self.register(register, _nothing)
-        hooks = handle.hooks_dict_ref()
+        hooks = tuple(handle.hooks_dict_ref().values())
         handle.remove()
-        return hooks
+        return not all(type(hook) is _Own for hook in hooks)
 
     def _forget(self, verdict: weakref.ref[torch.Tensor]) -> None:
         assert isinstance(verdict, _Verdict)

@@ -49,14 +49,15 @@ def launch(options: LaunchOptions) -> int:
         if this process got signal n.
 
     Raises:
-        LaunchError: nothing was started: no such program, or the port is taken.
+        LaunchError: nothing was started: no such program, the port is taken, or the system does not
+            let a process adopt orphans.
     """
     options.program.check()
     with reserve_port(options.master_port) as holder:
+        adopt_orphans()
         reader, writer = os.pipe()
         sys.stdout.flush()
         sys.stderr.flush()
-        adopt_orphans()
         # Whatever comes before both sides are ready for it waits.
         signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
         keeper = os.fork()

@@ -11,16 +11,26 @@ import contextlib
 import ctypes
 import os
 
+from telegrad.errors import LaunchError
+
 __all__ = ["adopt_orphans", "descendants", "signal_all"]
 
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 def adopt_orphans() -> None:
-    """Makes this process a subreaper. Where the system has none (it is Linux's), orphans stay
-    unknown."""
-    with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    """Makes this process a subreaper.
+
+    Raises:
+        LaunchError: the system has none (they are Linux's), or does not allow it. Who cannot adopt
+            would never hear of its workers' end: they are orphans from the start.
+    """
+    set_option = getattr(ctypes.CDLL(None), "prctl", None)
+    if set_option is None or set_option(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise LaunchError(
+            "this system does not let a process adopt orphans, which the launcher needs to look "
+            "after its workers: start them by torchrun"
+        )
 
 
 def descendants() -> list[int]:

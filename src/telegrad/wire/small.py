@@ -97,7 +97,7 @@ def pack_small(
         ndim = len(shape)
         if not address or ndim > 8 or tensor.is_neg() or tensor.is_conj():
             return None
-        if tensor.requires_grad and (tensor.is_leaf or is_grad_enabled()):  # `keeps_grad`
+        if tensor.requires_grad and (is_grad_enabled() or tensor.is_leaf):  # `keeps_grad`
             grads.append(tensor)
             records.append(_RECORDS[ndim].pack(ndim, code, 1, *shape))
         else:

@@ -80,7 +80,7 @@ COMPRESSED_LAYOUTS: Final = (
 def keeps_grad(tensor: Tensor) -> bool:
     """Whether a tensor requires grad where it arrives: if it does here, unless it was computed and
     gradients are off, because then its history is not meant."""
-    return tensor.requires_grad and (tensor.is_leaf or torch.is_grad_enabled())
+    return tensor.requires_grad and (torch.is_grad_enabled() or tensor.is_leaf)
 
 
 def is_plain(tensor: Tensor) -> bool:
