@@ -128,6 +128,52 @@ def test_hooks_after_a_node_are_as_before_afterwards():
         assert [hook.__name__ for hook in probe.hooks_dict_ref().values()] == ["<lambda>"] * 2
 
 
+def test_hooks_after_a_node_run_once_in_each_of_two_passes_that_overlap():
+    """One pass begins after another, goes on when that has ended, and shares its graph."""
+    calls, found, errors = [], {}, []
+    goes_on = {name: threading.Event() for name in ("first", "second")}
+    shared = torch.full((3,), 2.0, requires_grad=True)
+    hidden = shared.exp()
+    split = hidden * leaf()  # one way is the leaf's, and one has to wait
+    split.grad_fn.register_hook(lambda into, out: calls.append(threading.current_thread().name))
+
+    @split.register_hook
+    def pause(gradient):
+        here = threading.current_thread().name
+        other = "second" if here == "first" else "first"
+        if here == "second":
+            goes_on[other].set()
+        else:
+            second.start()
+        assert goes_on[here].wait(60)
+
+    def run():
+        here = cluster.engines[0]
+        context = here.new()
+        try:
+            loss = (split + cluster.call(0, 1, torch.neg, hidden)).sum()
+            here.backward(context.id, [loss], retain_graph=True)
+            found[threading.current_thread().name] = here.get_gradients(context.id)[shared]
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            here.release(context.id)
+            goes_on["second"].set()
+
+    with Cluster(2) as cluster:
+        first, second = (threading.Thread(target=run, name=name) for name in ("first", "second"))
+        first.start()
+        first.join()
+        second.join()
+    assert not errors
+    assert sorted(calls) == ["first", "second"]
+    right = torch.autograd.grad((hidden * 1 - hidden).sum(), [shared], retain_graph=True)[0]
+    for gradient in found.values():
+        assert torch.equal(gradient, right)
+    probe = split.grad_fn.register_hook(lambda *_: None)
+    assert [hook.__name__ for hook in probe.hooks_dict_ref().values()] == ["<lambda>"] * 2
+
+
 def test_a_hook_after_the_node_of_a_leaf_sees_its_gradient(engine, context):
     x, w = leaf(), leaf()
     w.grad = torch.full((3,), 100.0)

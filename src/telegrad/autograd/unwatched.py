@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from telegrad.autograd.grad_loans import needs_grad_field
 
-__all__ = ["Unwatched", "unwatched"]
+__all__ = ["OwnHook", "Unwatched", "unwatched"]
 
 
 class _Verdict(weakref.ref[torch.Tensor]):
@@ -33,7 +33,7 @@ class _Verdict(weakref.ref[torch.Tensor]):
     key: int
 
 
-class _Own(functools.partial[Any]):
+class OwnHook(functools.partial[Any]):
     """A hook that is of no matter to others: it does nothing in any wave but its own."""
 
 
@@ -50,7 +50,7 @@ class Unwatched:
         token = object()
         self._registering[token] = None
         try:
-            handle = register(_Own(hook))
+            handle = register(OwnHook(hook))
             self._own += 1
         finally:
             del self._registering[token]
@@ -102,7 +102,7 @@ class Unwatched:
         handle = self.register(register, _nothing)
         hooks = tuple(handle.hooks_dict_ref().values())
         handle.remove()
-        return not all(type(hook) is _Own for hook in hooks)
+        return not all(type(hook) is OwnHook for hook in hooks)
 
     def _forget(self, verdict: weakref.ref[torch.Tensor]) -> None:
         assert isinstance(verdict, _Verdict)

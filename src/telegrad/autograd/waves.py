@@ -41,7 +41,7 @@ from telegrad.autograd.nodes import (
     enter_wave,
     is_watched,
 )
-from telegrad.autograd.unwatched import unwatched
+from telegrad.autograd.unwatched import OwnHook, unwatched
 from telegrad.autograd.walks import Graph
 from telegrad.errors import BackwardError
 from telegrad.threads import heed_num_threads
@@ -327,10 +327,15 @@ class _Silenced:
     some of its edges only, so while this wave runs they are run by it, on all of them."""
 
     def __init__(self, wave: Wave, own: Any) -> None:
+        self._wave = wave
         self._hooks: dict[int, Any] = own.hooks_dict_ref()
-        self._others = {id_: hook for id_, hook in self._hooks.items() if id_ != own.id}
-        for id_, hook in self._others.items():
-            self._hooks[id_] = functools.partial(_elsewhere, wave, hook)
+        self._others: dict[int, _Quiet] = {}
+        with _silencing:
+            for id_, hook in tuple(self._hooks.items()):
+                if type(hook) is not OwnHook:
+                    quiet = hook if type(hook) is _Quiet else _Quiet(hook)
+                    quiet.waves.append(wave)
+                    self._others[id_] = self._hooks[id_] = quiet
 
     def __bool__(self) -> bool:
         return bool(self._others)
@@ -339,22 +344,35 @@ class _Silenced:
         self, out: Sequence[torch.Tensor | None], entered: Sequence[torch.Tensor | None]
     ) -> Sequence[torch.Tensor | None]:
         """What comes out of the node after them."""
-        for id_, hook in self._others.items():
+        for id_, quiet in self._others.items():
             if id_ in self._hooks:  # one may remove another
-                changed = hook(tuple(out), tuple(entered))
+                changed = quiet.hook(tuple(out), tuple(entered))
                 if changed is not None:
                     out = changed if isinstance(changed, tuple) else (changed,)
         return out
 
     def give_back(self) -> None:
-        for id_, hook in self._others.items():
-            if id_ in self._hooks:
-                self._hooks[id_] = hook
+        with _silencing:
+            for id_, quiet in self._others.items():
+                quiet.waves.remove(self._wave)
+                if not quiet.waves and id_ in self._hooks:
+                    self._hooks[id_] = quiet.hook
 
 
-def _elsewhere(wave: Wave, hook: Callable[..., Any], *gradients: Any) -> Any:
-    """A hook that has its turn later in this wave, and as ever in whatever else runs meanwhile."""
-    return None if current_wave() is wave else hook(*gradients)
+class _Quiet:
+    """A hook that has its turn later in some waves, and as ever in whatever else runs meanwhile."""
+
+    __slots__ = ("hook", "waves")
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self.hook = hook
+        self.waves: list[Wave] = []
+
+    def __call__(self, *gradients: Any) -> Any:
+        return None if current_wave() in self.waves else self.hook(*gradients)
+
+
+_silencing = threading.Lock()  # guards which hooks are quiet, and in which waves
 
 
 def _call_elsewhere(node: Any, entered: Sequence[torch.Tensor | None], create_graph: bool) -> Any:
