@@ -26,8 +26,16 @@ SIZE = 3
 WORKERS = [f"worker{i}" for i in range(SIZE)]
 WAYS = [name for name in ways if name != "plainly"]
 
-world_of = functools.cache(lambda seed: World(seed, SIZE))
-"""Each process makes all leaves of a program, and uses its own."""
+SHARED = 1000
+"""The first of the seeds whose programs all have the same leaves."""
+
+shared_world = World(SHARED, SIZE, is_shared=True)
+own_world = functools.cache(lambda seed: World(seed, SIZE))
+
+
+def world_of(seed):
+    """Each process makes all leaves of a program, and uses its own."""
+    return shared_world if seed >= SHARED else own_world(seed)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -39,7 +47,8 @@ def group():
 def work(seed, is_plain, here, stream, depth, steps, outputs, given):
     """A part of the program of this seed, on worker `here`."""
     rnd = random.Random(stream)
-    parameters = world_of(seed).parameters[here]
+    world = world_of(seed)
+    parameters = world.parameters[here]
     values = [*given, *parameters[:2]]
     for _ in range(steps):
         kind = rnd.random()
@@ -54,7 +63,8 @@ def work(seed, is_plain, here, stream, depth, steps, outputs, given):
             index = torch.tensor([rnd.randrange(5), rnd.randrange(5)])
             values.append(F.embedding(index, parameters[2], sparse=True))
         elif kind < 0.5:
-            values.append(Python.apply(rnd.choice(values), rnd.choice(values)))
+            a, b = rnd.choice(values), rnd.choice(values)
+            values.append(Python.apply(world.given(a), world.given(b)))
         else:
             value = rnd.choice(BINARY)(rnd.choice(values[-4:]), rnd.choice(values))
             value = torch.tanh(value)
@@ -113,9 +123,10 @@ def test_a_distributed_program_has_the_gradients_of_the_plain_one():
     wait_until_clean(WORKERS)
 
 
-def test_programs_run_side_by_side():
-    seeds = [range(first, PROGRAMS, 4) for first in range(4)]
-    want = {seed: wanted(seed) for seed in range(PROGRAMS)}
+@pytest.mark.parametrize("start", [0, SHARED], ids=["of their own", "shared"])
+def test_programs_run_side_by_side(start):
+    seeds = [range(start + first, start + PROGRAMS, 4) for first in range(4)]
+    want = {seed: wanted(seed) for seed in range(start, start + PROGRAMS)}
     together(
         *(lambda chosen=chosen: [check(seed, want[seed]) for seed in chosen] for chosen in seeds)
     )
