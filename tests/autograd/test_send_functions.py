@@ -62,6 +62,23 @@ def test_sparse_tensors_and_subclasses_have_edges_too():
     assert sent.next_functions[1][0].variable is named
 
 
+def test_views_have_edges_too():
+    base, scale = torch.ones(4), torch.ones(4, requires_grad=True)
+    leaf = torch.ones(4)[:2].requires_grad_()
+    of_changed, of_leaf = base[:2], torch.ones(4, requires_grad=True)[:2]
+    base.mul_(scale)  # gives its views a history
+    leaf_of_leaf = torch.ones(4)
+    inner = leaf_of_leaf[:2].requires_grad_()
+    leaf_of_leaf.requires_grad_()
+    sent = SendFunction([leaf, of_changed, of_leaf, inner], to=1)
+    assert sent.next_functions[0][0].variable is leaf
+    assert [name_of(edge) for edge in sent.next_functions[1:3]] == [
+        "AsStridedBackward0",
+        "SliceBackward0",
+    ]
+    assert sent.next_functions[3][0].variable is inner
+
+
 class Replace(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, array):

@@ -21,8 +21,8 @@ mutex would stand still for ever, and the process with it. So
 - the node is looked up only by what lets go of the interpreter lock: operations and functions in
   C++, but not the `apply` of a Python function (a program's own can meet this as well: see "Threads
   and your own functions" in the reference);
-- a leaf that is a view of another tensor is not asked for its `grad_fn`, for which torch takes the
-  mutex of views;
+- a leaf that is a view of another tensor is not asked for its `grad_fn`, or whether it is one, for
+  which torch takes the mutex, too;
 - nobody keeps the node by its object alone: something of torch's that leads to it is kept too.
 """
 
@@ -37,6 +37,7 @@ import torch
 
 from telegrad.autograd.thread_state import peek, stash
 from telegrad.errors import BackwardError
+from telegrad.wire.tensors import is_leaf
 
 if TYPE_CHECKING:
     from telegrad.autograd.walks import Graph
@@ -112,12 +113,11 @@ class SendFunction:
         """What lies behind it, once somebody has looked."""
         self._targets: list[torch.Tensor | tuple[Any, int]] = []
         for tensor in tensors:
-            node = None if _is_leaf_and_view(tensor) else tensor.grad_fn
-            if node is None:
+            if is_leaf(tensor):
                 self._targets.append(tensor)
             else:
                 self.is_of_leaves = False
-                self._targets.append((node, tensor.output_nr))
+                self._targets.append((tensor.grad_fn, tensor.output_nr))
         self._edges: tuple[tuple[Any, int], ...] | None = None
         self._kept: list[object] = []  # lead to the leaves' nodes
         self._grads: Sequence[torch.Tensor | None] = ()
@@ -209,15 +209,10 @@ _lead_to: Callable[[torch.Tensor], torch.Tensor] = torch._C._functions.DelayedEr
 """A function of torch's that leads to its input and does nothing with it. Any tensor will do."""
 
 
-def _is_leaf_and_view(tensor: torch.Tensor) -> bool:
-    """Whether a tensor that requires grad is a leaf that shares the memory of another tensor."""
-    return tensor._is_view() and not tensor._base.requires_grad  # type: ignore[union-attr]
-
-
 def _function_of(leaf: torch.Tensor) -> Any:
     """A node that leads to the leaf's; None if it requires grad no more: it gets no gradient then,
     as in torch."""
-    if not leaf.requires_grad or (not _is_leaf_and_view(leaf) and leaf.grad_fn is not None):
+    if not leaf.requires_grad or not is_leaf(leaf):
         return None
     if torch.is_grad_enabled():
         return _lead_to(leaf).grad_fn

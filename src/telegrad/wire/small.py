@@ -26,7 +26,7 @@ from torch import Tensor, is_grad_enabled
 from torch.autograd import forward_ad
 
 from telegrad.errors import ProtocolError
-from telegrad.wire.tensors import ALIGNED, CODES, DTYPE_NAMES, DTYPES, INLINE_LIMIT
+from telegrad.wire.tensors import ALIGNED, CODES, DTYPE_NAMES, DTYPES, INLINE_LIMIT, is_leaf
 
 __all__ = ["bytes_at", "pack_small", "unpack_small"]
 
@@ -97,7 +97,7 @@ def pack_small(
         ndim = len(shape)
         if not address or ndim > 8 or tensor.is_neg() or tensor.is_conj():
             return None
-        if tensor.requires_grad and (is_grad_enabled() or tensor.is_leaf):  # `keeps_grad`
+        if tensor.requires_grad and (is_grad_enabled() or is_leaf(tensor)):  # `keeps_grad`
             grads.append(tensor)
             records.append(_RECORDS[ndim].pack(ndim, code, 1, *shape))
         else:

@@ -80,7 +80,14 @@ COMPRESSED_LAYOUTS: Final = (
 def keeps_grad(tensor: Tensor) -> bool:
     """Whether a tensor requires grad where it arrives: if it does here, unless it was computed and
     gradients are off, because then its history is not meant."""
-    return tensor.requires_grad and (torch.is_grad_enabled() or tensor.is_leaf)
+    return tensor.requires_grad and (torch.is_grad_enabled() or is_leaf(tensor))
+
+
+def is_leaf(tensor: Tensor) -> bool:
+    """`tensor.is_leaf` for one that requires grad. To tell that of a view torch takes its mutex,
+    which must not be done with the interpreter lock in hand (see `telegrad.autograd.nodes`)."""
+    base = tensor._base if tensor._is_view() else None
+    return (base is not None and not base.requires_grad) or tensor.is_leaf
 
 
 def is_plain(tensor: Tensor) -> bool:
