@@ -170,22 +170,27 @@ def test_a_reader_that_does_not_read_cannot_keep_the_workers_alive(tmp_path, way
     reader, writer = os.pipe()
     process = os.fork()
     if process == 0:
-        os.dup2(writer, 1)
-        os.dup2(writer, 2)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        os.chdir(tmp_path)
-        os._exit(main(["run", "--grace", "0", "script.py"]))
+        code = 70
+        try:
+            os.dup2(writer, 1)
+            os.dup2(writer, 2)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            os.chdir(tmp_path)
+            code = main(["run", "--grace", "0", "script.py"])
+        finally:
+            os._exit(code)
     os.close(writer)
     until((tmp_path / "pid").exists)
     until(lambda: unread(reader) > 60000, "a full pipe")
     worker = int((tmp_path / "pid").read_text())
     os.kill(process, signal.SIGINT)
     if way == "patience":
-        os.waitpid(process, 0)
+        ended = os.waitpid(process, 0)
     else:
-        while os.waitpid(process, os.WNOHANG) == (0, 0):
-            os.kill(process, signal.SIGINT)
+        while (ended := os.waitpid(process, os.WNOHANG)) == (0, 0):
+            os.kill(process, signal.SIGINT)  # also when the keeper has just ended
     os.close(reader)
+    assert os.waitstatus_to_exitcode(ended[1]) == 128 + signal.SIGINT
     assert not is_alive(worker)
 
 

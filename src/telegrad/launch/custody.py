@@ -120,8 +120,11 @@ class _Front:
             signal.signal(signal.SIGTSTP, self._suspend)
         signal.signal(signal.SIGALRM, self._kill)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
-        _, status = os.waitpid(self._keeper, 0)  # ends with the keeper, at the latest by _kill
+        # Ends with the keeper, at the latest by _kill. Its number is still its own then, whatever
+        # signal comes just now.
+        os.waitid(os.P_PID, self._keeper, os.WEXITED | os.WNOWAIT)
         self._is_waiting = False
+        _, status = os.waitpid(self._keeper, 0)  # has ended
         signal.setitimer(signal.ITIMER_REAL, 0)
         self._sweep()
         code = os.waitstatus_to_exitcode(status)
