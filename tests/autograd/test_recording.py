@@ -174,6 +174,33 @@ def test_a_late_message_does_not_bring_a_released_context_back(cluster, context)
     assert there.find(context.id) is None
 
 
+class Overtaken:
+    """A lock that another thread takes first, once, and does something under."""
+
+    def __init__(self, lock, meanwhile):
+        self._lock, self._meanwhile = lock, meanwhile
+
+    def __enter__(self):
+        meanwhile, self._meanwhile = self._meanwhile, None
+        if meanwhile is not None:
+            meanwhile()
+        return self._lock.__enter__()
+
+    def __exit__(self, *error):
+        return self._lock.__exit__(*error)
+
+
+def test_two_calls_may_bring_a_context_at_once(cluster, context):
+    """One enters it, and has seen that there is none, when the other has recorded something."""
+    there = cluster.engines[1]
+    there._lifetimes_lock = Overtaken(
+        there._lifetimes_lock, lambda: there.record_receive(context.id, 7, 0, [torch.ones(2)])
+    )
+    with there.enter(context.id):
+        assert there.current_context() == context.id
+    assert there.find(context.id)._recv_functions().keys() == {7}
+
+
 def test_a_lost_release_is_sent_again(cluster, context):
     cluster.call(0, 1, torch.sin, torch.ones(2, requires_grad=True))
     cluster.dropped = lambda source, to, kind: True

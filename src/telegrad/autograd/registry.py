@@ -186,7 +186,7 @@ class ContextRegistry:
             with self._lifetimes_lock:
                 if self._lifetimes.is_released(context_id):
                     context_id = NO_CONTEXT
-                else:
+                elif context_id not in self._contexts:  # another thread may have made it meanwhile
                     self._lifetimes.began(context_id)
                     self._contexts[context_id] = DistAutogradContext(context_id)
         return EnteredContext(context_id)
