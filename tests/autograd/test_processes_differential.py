@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import random
+import sys
 
 import pytest
 import torch
@@ -123,6 +124,18 @@ def test_a_distributed_program_has_the_gradients_of_the_plain_one():
     wait_until_clean(WORKERS)
 
 
+@pytest.fixture
+def often_switching_threads():
+    """What threads can do to each other at any step happens within a few programs."""
+    before = sys.getswitchinterval()
+    for worker in WORKERS:
+        rpc.rpc_sync(worker, sys.setswitchinterval, (1e-5,))
+    yield
+    for worker in WORKERS:
+        rpc.rpc_sync(worker, sys.setswitchinterval, (before,))
+
+
+@pytest.mark.usefixtures("often_switching_threads")
 @pytest.mark.parametrize("start", [0, SHARED], ids=["of their own", "shared"])
 def test_programs_run_side_by_side(start):
     seeds = [range(start + first, start + PROGRAMS, 4) for first in range(4)]
