@@ -6,6 +6,7 @@ import logging
 import threading
 
 import pytest
+import torch
 
 from telegrad import rpc
 from telegrad.errors import SerializationError
@@ -48,6 +49,55 @@ def test_a_method_that_runs_through_a_reference_keeps_its_value():
             assert result.to_here() == "unpacked"
             assert drop_early(owner, "rpc_async").wait() == "unpacked"
             assert drop_early(owner, "rpc_sync") == "unpacked"
+
+
+class WithLock:
+    def __init__(self):
+        self.lock = threading.Lock()
+
+    def is_locked(self):
+        return self.lock.locked()
+
+
+module = torch.nn.Linear(2, 1)
+
+
+def get_module():
+    return module
+
+
+@rpc.functions.async_execution
+def get_module_later():
+    future = torch.futures.Future()
+    future.set_result(module)
+    return future
+
+
+def refuse():
+    raise LookupError("there is none")
+
+
+def test_a_value_is_what_the_function_returned_also_where_it_was_asked_for():
+    """It is not packed: it may be something that cannot be, and a module is the one that was meant
+    and no copy."""
+    with cluster(2):
+        for owner in ("worker0", "worker1"):
+            assert rpc.remote(owner, WithLock).rpc_sync().is_locked() is False
+            assert rpc.remote(owner, WithLock, timeout=60).remote().is_locked().to_here() is False
+        for function in (get_module, get_module_later):
+            value = rpc.remote("worker0", function)
+            assert value.to_here() is module
+            assert value.local_value() is module
+        value = rpc.remote("worker0", get_module)
+        rpc.rpc_sync("worker1", fill, (value, 3.0))
+        assert module.weight.tolist() == [[3.0, 3.0]]
+        with pytest.raises(LookupError, match="there is none"):
+            rpc.remote("worker0", refuse).to_here()
+
+
+def fill(rref, number):
+    """As a trainer changes what it has a reference to."""
+    rref.rpc_sync().load_state_dict({"weight": torch.full((1, 2), number), "bias": torch.zeros(1)})
 
 
 def keep(rref):

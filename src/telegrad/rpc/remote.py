@@ -6,6 +6,9 @@ soon as it can be, however long the function takes, and what the function raises
 reference. A call with a timeout of its own is answered when the function is done: the timeout is
 for that. A call of a method is answered when its value has been found, since at the answer the
 caller lets go of it. A fetch waits at the owner without a thread until the value is there.
+
+A worker that asks itself sends itself the same message. The value is what the function has returned
+and not a copy of it: a module that it returns is the one that others use and train.
 """
 
 from __future__ import annotations
@@ -81,6 +84,8 @@ class RemoteReferences:
     def __init__(self) -> None:
         self.codec = _ReferenceCodec({RRef: self._reduce, **_reducers})
         _codecs.add(self.codec)
+        self._being_made: dict[RRefId, OwnerEntry] = {}
+        """What this worker has asked itself for, until it runs."""
 
     def connect(self, agent: Agent, *, is_successor: bool) -> None:
         """
@@ -124,26 +129,43 @@ class RemoteReferences:
         agent = self._agent
         if to == agent.worker_id:
             entry, rref = self.table.new_owned()
-            agent.call_async(to, func, args, kwargs, timeout=0).add_done_callback(
-                partial(_fill, entry)
-            )
+            self._being_made[entry.rref_id] = entry
+            ids = REMOTE_HEAD.pack(*entry.rref_id, *entry.rref_id, False)
+            try:
+                self._send(ids, to, func, args, kwargs, 0, partial(_fail_if_unsent, entry))
+            except BaseException:
+                self._being_made.pop(entry.rref_id, None)
+                raise
             if timeout:
                 timer = agent.call_later(timeout, partial(self._expire, entry, timeout, func))
                 entry.add_done_callback(lambda _: timer.cancel())  # it keeps the value until then
             return rref
         rref_id, fork_id, rref = self.table.new_user(to)
+        ids = REMOTE_HEAD.pack(*rref_id, *fork_id, bool(timeout))
         try:
-            head, encoded, context, message = agent.pack_call(to, func, args, kwargs)
-            call = AsyncCall(agent, to, context, lambda: f"remote({describe_function(func)})")
-            call.future.add_done_callback(partial(self._created, fork_id))
-            agent.take_back_if_unread(call, encoded)
-            ids = REMOTE_HEAD.pack(*rref_id, *fork_id, bool(timeout))
-            body = (ids, head, encoded.payload)
-            agent.dispatch(call, Kind.REMOTE, context, message, body, encoded.buffers, timeout)
+            self._send(ids, to, func, args, kwargs, timeout, partial(self._created, fork_id))
         except BaseException as error:
             self.table.creation_failed(fork_id, again(as_exception(error)))
             raise
         return rref
+
+    def _send(
+        self,
+        ids: bytes,
+        to: int,
+        func: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any] | None,
+        timeout: float | None,
+        on_answer: Callable[[Future[Any]], None],
+    ) -> None:
+        agent = self._agent
+        head, encoded, context, message = agent.pack_call(to, func, args, kwargs)
+        call = AsyncCall(agent, to, context, lambda: f"remote({describe_function(func)})")
+        call.future.add_done_callback(on_answer)
+        agent.take_back_if_unread(call, encoded)
+        body = (ids, head, encoded.payload)
+        agent.dispatch(call, Kind.REMOTE, context, message, body, encoded.buffers, timeout)
 
     def _expire(self, entry: OwnerEntry, seconds: float, func: Callable[..., Any]) -> None:
         if not entry.is_done:
@@ -211,7 +233,10 @@ class RemoteReferences:
     def _on_remote(self, source: int, frame: Frame, send: Send) -> None:
         service = self._agent.service
         *ids, answers_when_done = REMOTE_HEAD.unpack_from(frame.body)
-        entry = self.table.owner_created(RRefId(*ids[:2]), ForkId(*ids[2:]), source)
+        if source == self._agent.worker_id:
+            entry = self._being_made.pop(RRefId(*ids[:2]))
+        else:
+            entry = self.table.owner_created(RRefId(*ids[:2]), ForkId(*ids[2:]), source)
         name, _ = name_in(frame.body, REMOTE_HEAD.size)
         is_method = name in _METHOD_CALLS
         if answers_when_done:
@@ -335,6 +360,14 @@ class _ReferenceCodec(Codec):
                 rebuild_rref(*arguments)  # and nobody keeps it; unpacking one twice does no harm
             except Exception as error:  # noqa: BLE001 - the message is damaged: it is an error anyway
                 _log.debug("a reference could not be unpacked: %s", error)
+
+
+def _fail_if_unsent(entry: OwnerEntry, future: Future[Any]) -> None:
+    """A worker's message to itself was answered, or could not be served, as when it closes."""
+    try:
+        future.wait()  # it is done
+    except Exception as error:  # noqa: BLE001 - kept in the reference for its users
+        entry.set_error(error)
 
 
 def _fill(entry: OwnerEntry, future: Future[Any]) -> None:
