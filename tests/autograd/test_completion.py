@@ -63,6 +63,6 @@ def test_a_worker_that_was_asked_keeps_the_pass_though_nothing_can_arrive(engine
     """Else a strike that is on its way to it would find it gone."""
     monkeypatch.setattr(engine._messenger, "post", lambda to, kind, body: None)
     live = begun_elsewhere(engine, 300)
-    assert live.standing is Standing.CLOSED
+    assert live.local.standing is Standing.CLOSED
     engine._completion.reachability_asked(0, (300, 300, (False, False)))
-    assert live.standing is Standing.OPEN
+    assert live.local.standing is Standing.OPEN

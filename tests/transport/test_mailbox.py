@@ -19,7 +19,7 @@ from telegrad.errors import ProtocolError
 from telegrad.testing.transport_contract import joined
 from telegrad.transport import mailbox, patience, processors
 from telegrad.transport.base import ConnectionClosed, TransportTimeout
-from telegrad.transport.mailbox import ROOM, Mailbox
+from telegrad.transport.mailbox import FOR_SLEEPER, NOT_PUT, ROOM, SEEN, Mailbox
 from telegrad.transport.shm import SharedMemory
 from telegrad.transport.sockets import UnixTransport
 from telegrad.transport.stream import SocketConnection
@@ -126,17 +126,29 @@ def test_a_message_waits_for_those_that_were_sent_before_it(ends):
     assert reader.take(3) == b"later"  # the third came after it, and only to wake
 
 
-def test_a_sleeper_is_left_alone_and_one_who_falls_asleep_is_noticed(ends):
+def test_a_sleeper_is_left_alone_and_a_reader_does_not_sleep_over_a_message(ends):
     sender, reader = ends
     assert reader.fall_asleep()
-    assert sender.is_other_asleep()
-    assert not sender.put(b"no", 0)
+    assert sender.put(b"no", 0) == NOT_PUT
     reader.wake_up()
-    assert sender.put(b"yes", 0)
-    assert not sender.is_other_asleep()
+    assert sender.put(b"yes", 0) == SEEN
     assert not reader.fall_asleep()  # it sees the message, and stays awake
-    assert not sender.is_other_asleep()
     assert reader.take(0) == b"yes"
+    assert sender.put(b"again", 0) == SEEN
+    assert reader.take(0) == b"again"
+
+
+def test_one_who_falls_asleep_while_a_message_is_put_in_is_to_be_woken(ends):
+    sender, reader = ends
+
+    @contextlib.contextmanager
+    def fence():
+        reader._in_words[mailbox._IS_ASLEEP] = 1
+        yield
+
+    sender._fence = fence()
+    assert sender.put(b"text", 0) == FOR_SLEEPER
+    assert reader.take(0) == b"text"
 
 
 def steps_of_sender(state):

@@ -30,34 +30,37 @@ __all__ = [
     "DistAutogradContext",
     "backward",
     "context",
+    "engine_without_agent",
     "get_gradients",
     "is_available",
     "set_engine_lookup",
 ]
 
 
-def _no_agent() -> AutogradEngine | None:
-    return None
-
-
-_lookup: Callable[[], AutogradEngine | None] = _no_agent
 _without_agent: AutogradEngine | None = None
 
 
-def set_engine_lookup(lookup: Callable[[], AutogradEngine | None]) -> None:
-    """Sets how the engine of the agent that acts on this thread is found (None: there is none)."""
-    global _lookup
-    _lookup = lookup
+def engine_without_agent() -> AutogradEngine:
+    """The engine of a process in which no agent runs: that of `_init`.
 
-
-def _engine() -> AutogradEngine:
-    engine = _lookup() or _without_agent
-    if engine is None:
+    Raises:
+        NotInitialized: it has none.
+    """
+    if _without_agent is None:
         raise NotInitialized(
             "Need to initialize distributed autograd using telegrad.autograd._init(): no agent "
             "runs in this process; call telegrad.rpc.init_rpc first"
         )
-    return engine
+    return _without_agent
+
+
+_engine: Callable[[], AutogradEngine] = engine_without_agent
+
+
+def set_engine_lookup(lookup: Callable[[], AutogradEngine]) -> None:
+    """Sets how the engine is found that this thread acts on."""
+    global _engine
+    _engine = lookup
 
 
 def is_available() -> bool:

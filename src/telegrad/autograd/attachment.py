@@ -43,13 +43,13 @@ class _Attached:
         return is_torch_state_used()
 
 
-def _engine_here() -> AutogradEngine | None:
+def _engine_here() -> AutogradEngine:
     worker = current.acting()
     if worker is None:
         current.refuse_if_forked()
-    recorder: Any = None if worker is None else worker.agent.service.recorder
-    engine: AutogradEngine | None = recorder  # set above
-    return engine
+        return autograd.engine_without_agent()
+    engine: Any = worker.agent.service.recorder  # set above, unless it is just starting or closed
+    return engine or autograd.engine_without_agent()
 
 
 def _backward_from(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:

@@ -83,7 +83,7 @@ class Completion:
             self._tell(live, source, Kind.PASS_REACHABILITY, (context_id, pass_id, waiting, sends))
 
     def _reachability(self, live: LivePass) -> tuple[set[int], dict[int, set[int]]]:
-        live.is_kept = True  # nothing of a quiet pass runs, so nothing else looks at it now
+        live.local.is_kept = True  # nothing of a quiet pass runs, so nothing else looks at it now
         return live.local.reachability()
 
     def reachability_told(self, source: int, body: Any) -> None:

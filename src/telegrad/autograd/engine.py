@@ -253,7 +253,7 @@ class AutogradEngine(ContextRegistry):
             return None
         finally:
             context.runner = None
-        standing = live.standing
+        standing = live.local.standing
         if live.control is None and standing is Standing.CLOSED:
             with context.lock:
                 context.passes.pop(live.id, None)
@@ -327,7 +327,8 @@ class AutogradEngine(ContextRegistry):
             if to == self.worker_id:
                 self._gradients_arrived(to, packet)
             else:
-                self._messenger_or_fail().post(to, Kind.GRADIENTS, packet)
+                assert self._messenger is not None  # else nothing came from others
+                self._messenger.post(to, Kind.GRADIENTS, packet)
         except TelegradError as error:
             self._fail_to_send(live, to, error)
             return False
@@ -339,10 +340,11 @@ class AutogradEngine(ContextRegistry):
         The wait ends when the other worker's wave has, when that worker is lost, or when the pass
         is over for another reason: `LivePass.finish` interrupts it then.
         """
+        assert self._messenger is not None
         assert live.interruption is not None
         to, packet = parcel
         try:
-            came = self._messenger_or_fail().converse(
+            came = self._messenger.converse(
                 to, Kind.GRADIENTS, packet, live.interruption, live.local.foresee
             )
         except TelegradError as error:
@@ -409,7 +411,7 @@ class AutogradEngine(ContextRegistry):
         self, context_id: int, pass_id: int, retain_graph: bool, create_graph: bool
     ) -> LivePass | None:
         """The pass as it lives here, made now if need be; None if it, or its context, is over."""
-        context = self.find(context_id)
+        context = self._contexts.get(context_id)
         if context is None:
             self._failures.tell(
                 worker_of(pass_id),
@@ -436,11 +438,6 @@ class AutogradEngine(ContextRegistry):
                     create_graph=create_graph,
                 )
             return live
-
-    def _messenger_or_fail(self) -> Messenger:
-        if self._messenger is None:
-            raise WorkerLost("this worker has no agent: nothing can be sent")
-        return self._messenger
 
 
 def _take_batch(context: DistAutogradContext) -> list[Arrival]:

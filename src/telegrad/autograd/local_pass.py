@@ -62,6 +62,8 @@ class LocalPass:
         self._awaited = {id_ for id_, sent in sends.items() if not sent.is_spent}
         self.retain_graph = retain_graph
         self.create_graph = create_graph
+        self.is_kept = False
+        """Asked about: this worker keeps the pass until it is told of its end."""
         self._frontier: Frontier[int, Any] | None = None
         self._arrived: list[int] = []
         self._below: set[Any] = set()
@@ -76,7 +78,9 @@ class LocalPass:
         """To be asked when nothing runs."""
         if self._entering:
             return Standing.WAITING
-        return Standing.OPEN if self._awaited or self._arrived else Standing.CLOSED
+        if self._awaited or self._arrived or self.is_kept:
+            return Standing.OPEN
+        return Standing.CLOSED
 
     def enter_roots(self, roots: Sequence[torch.Tensor]) -> None:
         for root in roots:
@@ -147,9 +151,9 @@ class LocalPass:
                 self._arrived.clear()
                 entering, self._entering = self._entering, {}
                 if leaves:
-                    if len(entering) == len(leaves) and _all_nodes(entering, self._is_free):
+                    if len(entering) == len(leaves) and _are_all(self._is_free, entering):
                         return [], self._into_free_leaves(entering)
-                elif _all_nodes(entering, _is_passed_through):
+                elif _are_all(_is_passed_through, entering):
                     return _pass_through(entering), []
                 if can_catch(graph):
                     return catch(self, graph, entering)
@@ -161,7 +165,7 @@ class LocalPass:
         entering, free = self._take_ready(frontier, ready)
         outgoing: list[Outgoing] = []
         found: list[LeafGradient] = []
-        if entering and _all_nodes(entering, _is_passed_through):
+        if entering and _are_all(_is_passed_through, entering):
             outgoing = _pass_through(entering)
         elif entering:
             leaves = [node for node in ready if type(node) is AccumulateGrad]
@@ -202,7 +206,7 @@ class LocalPass:
         """A free leaf has no hooks: what is for it needs no engine."""
         found: list[LeafGradient] = []
         for key in entering:
-            leaf = _leaf_of(key)
+            leaf = key[0].variable  # type: ignore[attr-defined]
             found.append((leaf, adopt(entering[key], leaf, references=1), None))
         return found
 
@@ -214,7 +218,8 @@ class LocalPass:
         """
         entered: Graph
         if self._sole is not None:  # there may be more behind it than what was given a gradient
-            entered = graph_behind(self.sends[self._sole])
+            sent = self.sends[self._sole]
+            entered = sent.graph or graph_behind(sent)
         else:
             entered = walk(self._entering)
         if not self._awaited:
@@ -278,8 +283,11 @@ class LocalPass:
         self._entering[key] = gradient if before is None else add(before, gradient)
 
 
-def _all_nodes(entering: Entering, is_so: Callable[[Any], bool]) -> bool:
-    return all(map(is_so, [edge[0] for edge in entering]))
+def _are_all(is_so: Callable[[Any], bool], entering: Entering) -> bool:
+    for edge in entering:  # noqa: SIM110 - a generator takes as long again
+        if not is_so(edge[0]):
+            return False
+    return True
 
 
 def _is_passed_through(node: Any) -> bool:
@@ -296,9 +304,3 @@ def _pass_through(entering: Entering) -> list[Outgoing]:
             gradients = outgoing[node] = [None] * len(received.outputs)
         gradients[number] = gradient
     return [Outgoing(node.received, gradients) for node, gradients in outgoing.items()]
-
-
-def _leaf_of(edge: GradientEdge) -> torch.Tensor:
-    node: Any = edge.node
-    leaf: torch.Tensor = node.variable
-    return leaf

@@ -102,8 +102,10 @@ class PassShare:
     def take(self, credit: Credit, reports: Mapping[int, tuple[int, Standing]]) -> None:
         """A message of the pass has come."""
         self._credit = self._credit + credit if self._credit else credit
-        if reports:
+        if self._reports:
             merge_reports(self._reports, reports)
+        else:
+            self._reports.update(reports)
 
     def split(self, parcels: int, standing: Standing) -> list[tuple[Credit, Reports]]:
         """A wave has ended and sends several gradient messages: what each of them carries.
@@ -190,10 +192,12 @@ class PassControl:
         merge_reports(self._reports, reports)
         if self._home < 1:
             return []
-        standings = [standing for _, standing in self._reports.values()]
-        if Standing.WAITING not in standings:
+        highest = Standing.CLOSED
+        for _, standing in self._reports.values():
+            highest = max(highest, standing)
+        if highest is not Standing.WAITING:
             self.state = PassState.COMPLETE
-            if Standing.OPEN not in standings and not self._ever_asked:
+            if highest is Standing.CLOSED and not self._ever_asked:
                 return [_COMPLETE]
             return [*self._ends(), _COMPLETE]
         self.state = PassState.RESOLVING

@@ -15,7 +15,6 @@ from telegrad.autograd.pass_protocol import (
     PassControl,
     PassShare,
     Reports,
-    Standing,
 )
 from telegrad.errors import BackwardError
 from telegrad.ids import worker_of
@@ -48,10 +47,8 @@ class LivePass:
         "create_graph",
         "error",
         "id",
-        "initiator",
         "interruption",
         "is_driven_by_caller",
-        "is_kept",
         "is_over",
         "local",
         "retain_graph",
@@ -71,7 +68,6 @@ class LivePass:
         self.context = context
         self.retain_graph = retain_graph
         self.create_graph = create_graph
-        self.initiator = worker_of(pass_id)
         self.share = PassShare(worker)
         self.local = LocalPass(
             context.sends.copy(),
@@ -79,8 +75,6 @@ class LivePass:
             create_graph=create_graph,
             context_id=context.id,
         )
-        self.is_kept = False
-        """Asked about: this worker keeps the pass until it is told of its end."""
         # At the initiator only:
         self.control: PassControl | None = None
         self.is_over = False
@@ -90,9 +84,8 @@ class LivePass:
         self.interruption: Interruption | None = None
 
     @property
-    def standing(self) -> Standing:
-        standing = self.local.standing
-        return Standing.OPEN if standing is Standing.CLOSED and self.is_kept else standing
+    def initiator(self) -> int:
+        return worker_of(self.id)
 
     def finish(self, error: BaseException | None) -> None:
         """The pass is over, at its initiator: `backward` returns, or raises this."""

@@ -41,7 +41,7 @@ from telegrad.rpc.seams import NO_CONTEXT, Handler, Rescue, Timer
 from telegrad.rpc.service import Service
 from telegrad.rpc.worker_info import WorkerInfo
 from telegrad.transport.base import ConnectionClosed, TransportTimeout
-from telegrad.wire.codec import Codec, Encoded
+from telegrad.wire.codec import Codec, Encoded, payload_of_bytes
 from telegrad.wire.frames import Flags, Frame, Kind, pack_rider
 from telegrad.wire.references import name_of
 
@@ -94,7 +94,7 @@ class Agent:
             self.service.handle_frame(kind, self._came_too_late)
         self.abandon: Callable[[Sequence[Any]], None] = _drop
         """Ends references that were packed and will not be unpacked."""
-        self._riders: list[tuple[Kind, Callable[[int], Any]]] = []
+        self._riders: list[tuple[Kind, Callable[[int], bytes | None]]] = []
         self._call_ids = itertools.count(1)
 
     @property
@@ -126,7 +126,7 @@ class Agent:
             rider = take(to)
             if rider is not None:
                 flags |= Flags.RIDER
-                head = pack_rider(kind, self.codec.encode(rider, to).payload) + head
+                head = pack_rider(kind, payload_of_bytes(rider)) + head
                 break  # there is room for one
 
         def what() -> str:
@@ -426,7 +426,7 @@ class Agent:
     def handle(self, kind: Kind, handler: Handler, rescue: Rescue | None = None) -> None:
         self.service.handle(kind, handler, rescue)
 
-    def offer(self, kind: Kind, take: Callable[[int], Any]) -> None:
+    def offer(self, kind: Kind, take: Callable[[int], bytes | None]) -> None:
         self._riders.append((kind, take))
 
     def watch_losses(self, callback: Callable[[int, str], None]) -> None:

@@ -92,13 +92,9 @@ class Liveness:
     def __init__(self, interval: float, timeout: float, now: float) -> None:
         self._interval = interval
         self._timeout = timeout
-        self._state = State.APART
+        self.state = State.APART
         self._reason = ""
         self._heard_at = self._looked_at = self._pinged_at = now
-
-    @property
-    def state(self) -> State:
-        return self._state
 
     @property
     def reason(self) -> str:
@@ -107,13 +103,13 @@ class Liveness:
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         if isinstance(event, Ended):
-            return [] if self._state is State.LOST else self._lose(event.reason)
+            return [] if self.state is State.LOST else self._lose(event.reason)
         if isinstance(event, Connected):
-            self._state = State.PRESENT
+            self.state = State.PRESENT
             self._reason = ""
             self._heard_at = self._looked_at = now
             return []
-        if self._state is not State.PRESENT:
+        if self.state is not State.PRESENT:
             return []
         if isinstance(event, Heard):
             self._heard_at = max(self._heard_at, now)
@@ -134,6 +130,6 @@ class Liveness:
         return [SendPing()]
 
     def _lose(self, reason: str) -> list[Effect]:
-        self._state = State.LOST
+        self.state = State.LOST
         self._reason = reason
         return [DeclareLost(reason)]

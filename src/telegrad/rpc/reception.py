@@ -193,7 +193,8 @@ class Reception:
                 if frame is None:
                     frame = lane.receive()  # ends by a request, a loss or interrupt()
                 is_short = False
-                is_alone = desk.last is guest and not self._has_host()
+                host = self._host
+                is_alone = desk.last is guest and (host is None or host.is_over)
                 if is_alone or not can_move:
                     desk.serve(guest, frame)
                 else:
@@ -221,10 +222,6 @@ class Reception:
             self._is_closed = True
             if self._host is not None:
                 self._host.close()
-
-    def _has_host(self) -> bool:
-        host = self._host
-        return host is not None and not host.is_over
 
     def _move_in(self, guest: _Guest) -> None:
         """Leaves the lane to the host until that returns it; raises how it ended, if it did."""

@@ -96,7 +96,7 @@ class Messenger(Protocol):
         the sender counts as lost, which ends every wait.
         """
 
-    def offer(self, kind: Kind, take: Callable[[int], Any]) -> None:
+    def offer(self, kind: Kind, take: Callable[[int], bytes | None]) -> None:
         """Lets small messages ride along with calls that go to the same worker anyway. They are
         handled there once the call has been answered.
 

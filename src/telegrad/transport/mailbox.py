@@ -35,12 +35,13 @@ from __future__ import annotations
 import mmap
 import platform
 import threading
+from typing import Final
 
 from telegrad.errors import ProtocolError
 from telegrad.transport import processors
 from telegrad.transport.shm import map_sealed, sealed_memory
 
-__all__ = ["ROOM", "Mailbox", "is_available"]
+__all__ = ["FOR_SLEEPER", "NOT_PUT", "ROOM", "SEEN", "Mailbox", "is_available"]
 
 _HALF = 1 << 14
 _SENT, _LENGTH, _AFTER, _PROCESSOR = 0, 1, 2, 3
@@ -48,6 +49,14 @@ _TAKEN, _IS_ASLEEP = 8, 9  # on a cache line of their own: another process write
 _DATA = 128
 ROOM = _HALF - _DATA
 """How long a message may be."""
+
+# What has become of a message that was to be put in:
+NOT_PUT: Final = 0
+"""It has to go by the socket."""
+SEEN: Final = 1
+"""The other end is awake, and will see it."""
+FOR_SLEEPER: Final = 2
+"""It is there, but the other end may have fallen asleep before: it has to be woken."""
 
 
 def is_available() -> bool:
@@ -67,12 +76,12 @@ class Mailbox:
         "_fence",
         "_in",
         "_in_words",
-        "_is_asleep",
         "_mapping",
         "_out",
         "_out_words",
         "_sent",
         "_taken",
+        "is_asleep",
     )
 
     def __init__(self, mapping: mmap.mmap, *, is_first: bool) -> None:
@@ -84,7 +93,8 @@ class Mailbox:
         self._in_words = self._in[:_DATA].cast("Q")
         self._fence = threading.Lock()
         self._sent = self._taken = 0
-        self._is_asleep = False
+        self.is_asleep = False
+        """This end has said that it does not look here."""
 
     @classmethod
     def make(cls) -> tuple[Mailbox, int]:
@@ -113,27 +123,23 @@ class Mailbox:
         opened._in_words[_IS_ASLEEP] = 0
         return opened
 
-    def put(self, message: bytes, after: int) -> bool:
-        """Leaves a message for the other end; False if it has to go by the socket.
+    def put(self, message: bytes, after: int) -> int:
+        """Leaves a message for the other end, if it can: `NOT_PUT`, `SEEN` or `FOR_SLEEPER`.
 
         Args:
             after: how many frames have gone by the socket.
         """
         words, length = self._out_words, len(message)
         if words[_IS_ASLEEP] or words[_TAKEN] != self._sent or length > ROOM:
-            return False
+            return NOT_PUT
         self._out[_DATA : _DATA + length] = message
         words[_LENGTH] = length
         words[_AFTER] = after
         self._sent += 1
         words[_SENT] = self._sent
-        return True
-
-    def is_other_asleep(self) -> bool:
-        """Whether the other end may have fallen asleep before it saw what was put in."""
         with self._fence:
             pass
-        return self._out_words[_IS_ASLEEP] != 0
+        return FOR_SLEEPER if words[_IS_ASLEEP] else SEEN
 
     def has_new(self) -> bool:
         return self._in_words[_SENT] != self._taken
@@ -157,7 +163,7 @@ class Mailbox:
 
     def fall_asleep(self) -> bool:
         """From now on messages come by the socket; False if there is one here after all."""
-        self._is_asleep = True
+        self.is_asleep = True
         self._in_words[_IS_ASLEEP] = 1
         with self._fence:
             pass
@@ -168,9 +174,8 @@ class Mailbox:
 
     def wake_up(self) -> None:
         """This end looks here again."""
-        if self._is_asleep:
-            self._is_asleep = False
-            self._in_words[_IS_ASLEEP] = 0
+        self.is_asleep = False
+        self._in_words[_IS_ASLEEP] = 0
 
     def serve_from(self, processor: int) -> None:
         """Tells the other end on which processor this one serves many; `UNKNOWN` if it does not."""

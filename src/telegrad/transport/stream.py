@@ -15,7 +15,7 @@ from typing import Any
 from telegrad.errors import ProtocolError
 from telegrad.forks import leave_at_fork
 from telegrad.transport.base import ConnectionClosed, MemorySharing, TransportTimeout
-from telegrad.transport.mailbox import Mailbox
+from telegrad.transport.mailbox import FOR_SLEEPER, NOT_PUT, Mailbox
 from telegrad.transport.mailbox import is_available as has_mailboxes
 from telegrad.transport.shared_buffers import Placement, SharedBuffers
 from telegrad.transport.socket_bytes import JOINED_UP_TO, READ_AHEAD, SocketBytes, is_ready
@@ -75,8 +75,9 @@ class SocketConnection(SocketBytes):
             total = HEADER.size + length
             if total <= JOINED_UP_TO:
                 whole = b"".join((header, *body))
-                if mailbox is not None and mailbox.put(whole, self._frames_sent):
-                    if mailbox.is_other_asleep():
+                put = NOT_PUT if mailbox is None else mailbox.put(whole, self._frames_sent)
+                if put != NOT_PUT:
+                    if put == FOR_SLEEPER:
                         self._frames_sent += 1
                         self._write([_WAKE], (), HEADER.size)
                     return
@@ -124,7 +125,8 @@ class SocketConnection(SocketBytes):
     def receive_now(self) -> Frame | None:
         mailbox = self._mailbox
         if mailbox is not None:
-            mailbox.wake_up()
+            if mailbox.is_asleep:
+                mailbox.wake_up()
             message = mailbox.take(self._frames_read)
             if message is not None:
                 self.reads += 1
@@ -232,7 +234,8 @@ class SocketConnection(SocketBytes):
 
     def _take_message(self, mailbox: Mailbox) -> bytes | None:
         """The next message, out of the mailbox; None if it comes by the socket."""
-        mailbox.wake_up()
+        if mailbox.is_asleep:
+            mailbox.wake_up()
         while True:
             if mailbox.has_new():
                 return mailbox.take(self._frames_read)

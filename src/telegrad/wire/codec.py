@@ -30,7 +30,7 @@ from telegrad.wire.small import pack_small, unpack_small
 from telegrad.wire.tensors import MAGIC, is_plain
 from telegrad.wire.unpacking import Attach, end_of_table, give_grad, unpack
 
-__all__ = ["Codec", "Encoded", "Packet", "Reducer", "head_of_packet"]
+__all__ = ["Codec", "Encoded", "Packet", "Reducer", "head_of_packet", "payload_of_bytes"]
 
 _loads = pickle.loads
 _dumps = pickle.dumps
@@ -56,6 +56,7 @@ _SMALL_TAG, _TENSOR_TAG, _ARGUMENTS_TAG, _MIXED_TAG, _BYTES_TAG = (
 )
 _PACKET = struct.Struct("<BI")  # kind, length of the head
 _NO_ORIGINALS: dict[int, Tensor] = {}
+_TENSORS_ONLY = frozenset((Tensor,))
 _SIMPLE = frozenset((Tensor, int, float, bool, str, bytes, type(None)))
 
 
@@ -141,7 +142,7 @@ class Codec:
         elif type(value) is Packet:
             return self._encode_packet(value, destination)
         elif type(value) is bytes:
-            return self._packed(_BYTES_TAG + value, [], root)
+            return self._packed(payload_of_bytes(value), [], root)
         return self._encode_any(value, destination, root, labels)
 
     def _encode_any(
@@ -183,13 +184,13 @@ class Codec:
             SerializationError
         """
         if not kwargs and args and type(args) is tuple:
-            tensors = [arg for arg in args if type(arg) is Tensor]
-            if len(tensors) == len(args):
+            kinds = {*map(type, args)}
+            if kinds == _TENSORS_ONLY:
                 small = pack_small(args)
                 if small is not None:
                     return self._packed(_ARGUMENTS_TAG + small[0], small[1], "args")
-            elif _SIMPLE.issuperset(map(type, args)):
-                small = pack_small(tensors)
+            elif kinds <= _SIMPLE:
+                small = pack_small([arg for arg in args if type(arg) is Tensor])
                 if small is not None:
                     # The pickler of all other values would find nothing to do in these.
                     rest = _dumps([None if type(arg) is Tensor else (arg,) for arg in args], 5)
@@ -369,6 +370,11 @@ def _mixed(stream: memoryview, tensors: list[Tensor]) -> tuple[Any, ...]:
     if next(given, None) is not None:
         raise ProtocolError("damaged arguments: there are more tensors than places")
     return args
+
+
+def payload_of_bytes(value: bytes) -> bytes:
+    """What bytes are encoded as."""
+    return _BYTES_TAG + value
 
 
 def head_of_packet(payload: bytes | memoryview) -> memoryview:
