@@ -138,7 +138,10 @@ def _run(arguments, cwd, environment, lines, tty):
     for name in ("OMP_NUM_THREADS", "NO_COLOR", "TERM", "PYTHONUNBUFFERED"):
         os.environ.pop(name, None)
     os.environ.update(environment)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # if the tests run in the background
+    # If the tests run in the background, or by `nohup`:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if tty:
         os.setsid()
         descriptor = os.open(tty, os.O_RDWR)  # becomes the terminal of this session

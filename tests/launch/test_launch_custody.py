@@ -8,24 +8,29 @@ import pathlib
 import re
 import signal
 import struct
+import subprocess
+import sys
 import termios
 import textwrap
+import threading
+import time
 
 import pytest
-from launching import is_alive, telegrad, until
+from launching import PATIENCE, is_alive, telegrad, until
 
 from telegrad.cli import main
+from telegrad.testing.cluster import processes
 
 FAMILY = r"""
-    import os, signal, subprocess, sys
+    import os, signal, subprocess, sys, time
 
     CHILD = r"import os, signal; os.write(1, b'pid %d\n' % os.getpid()); signal.pause()"
     subprocess.Popen([sys.executable, "-c", CHILD])
     subprocess.Popen([sys.executable, "-c", CHILD], start_new_session=True)  # away from the group
     {prepare}
     os.write(1, b"pid %d\n" % os.getpid())  # in one piece: the stream is shared with the children
-    while True:
-        signal.pause()
+    while True:  # `pause` would sleep over a signal that Python notes just before
+        time.sleep(0.01)
 """
 STUBBORN = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
 
@@ -80,7 +85,7 @@ def test_a_killed_keeper_leaves_nothing(family):
 def test_signals_are_passed_on(tmp_path, number):
     (tmp_path / "script.py").write_text(
         textwrap.dedent(f"""
-        import signal, sys
+        import signal, sys, time
 
         def note(number, _):
             print("got", number, flush=True)
@@ -89,7 +94,7 @@ def test_signals_are_passed_on(tmp_path, number):
         signal.signal({int(number)}, note)
         print("up", flush=True)
         while True:
-            signal.pause()
+            time.sleep(0.01)
     """)
     )
     with telegrad("run", "-n", "2", "script.py", cwd=tmp_path) as launched:
@@ -98,6 +103,48 @@ def test_signals_are_passed_on(tmp_path, number):
         assert launched.end() == 128 + number
         assert launched.out.count(b"got %d\n" % number) == 2
         assert launched.err.endswith(b"telegrad: ended by %s\n" % number.name.encode())
+
+
+def test_a_signal_that_another_thread_gets_is_passed_on(family):
+    """As one that comes just before the launcher waits, it ends no system call."""
+    where = family()
+    done = pathlib.Path(where, "now")
+    process = processes.Process(target=_launch_beside_a_thread, args=(where, done))
+    process.start()
+    until(lambda: len(descendants_of(process.pid)) == 7, "the workers' start")
+    pids = descendants_of(process.pid)
+    done.touch()
+    process.join(PATIENCE)
+    assert process.exitcode == 128 + signal.SIGTERM
+    assert not any(is_alive(pid) for pid in pids)
+
+
+def _launch_beside_a_thread(where, done):
+    def work():
+        until(done.exists)
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+        time.sleep(PATIENCE)
+
+    threading.Thread(target=work, daemon=True).start()
+    os.chdir(where)
+    os._exit(main(["run", "-n", "2", "script.py"]))
+
+
+def descendants_of(pid):
+    children = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(c) for c in children] + [d for c in children for d in descendants_of(c)]
+
+
+def test_one_who_is_started_with_the_end_of_children_ignored_sees_it_all_the_same(tmp_path):
+    (tmp_path / "script.py").write_text("import sys; sys.exit(3)")
+    begin = (
+        "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); "
+        "os.execv(sys.executable, [sys.executable, '-m', 'telegrad', 'run', 'script.py'])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", begin], cwd=tmp_path, capture_output=True, timeout=PATIENCE
+    )
+    assert done.returncode == 3
 
 
 def test_ctrl_c_at_a_terminal_ends_all(family):

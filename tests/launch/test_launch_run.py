@@ -307,7 +307,7 @@ def test_the_failure_of_one_ends_all_and_is_the_exit_code(tmp_path, script, fail
 def test_what_the_failed_one_said_is_shown_last(tmp_path, script):
     """Others talk while they are ended."""
     script("""
-        import os, pathlib, signal, sys
+        import os, pathlib, signal, sys, time
 
         def talk(*_):
             print("goodbye", file=sys.stderr)
@@ -323,7 +323,7 @@ def test_what_the_failed_one_said_is_shown_last(tmp_path, script):
         signal.signal(signal.SIGTERM, talk)
         pathlib.Path("up").touch()
         while True:
-            signal.pause()
+            time.sleep(0.01)
     """)
     code, _, err = run(tmp_path, "-n", "2", "script.py")
     assert code == 1

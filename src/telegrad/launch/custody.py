@@ -28,6 +28,7 @@ from types import FrameType
 from telegrad.errors import LaunchError
 from telegrad.launch.descendants import adopt_orphans, descendants, signal_all
 from telegrad.launch.group import PASSED_ON, Group
+from telegrad.launch.inbox import SignalInbox, only_noted
 from telegrad.launch.options import LaunchOptions
 from telegrad.launch.output import Screen, wants_colour
 from telegrad.launch.ports import reserve_port
@@ -60,6 +61,9 @@ def launch(options: LaunchOptions) -> int:
         sys.stderr.flush()
         # Whatever comes before both sides are ready for it waits.
         signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
+        # Who was started by one that ignores the end of its children does so, too, and could not
+        # tell how a child has ended.
+        signal.signal(signal.SIGCHLD, only_noted)
         keeper = os.fork()
         if keeper == 0:
             os.close(writer)
@@ -113,17 +117,21 @@ class _Front:
         self._is_waiting = True
 
     def wait(self) -> int:
-        for number in PASSED_ON:
-            if signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, self._pass_on)
-        if signal.getsignal(signal.SIGTSTP) != signal.SIG_IGN:
-            signal.signal(signal.SIGTSTP, self._suspend)
-        signal.signal(signal.SIGALRM, self._kill)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
-        # Ends with the keeper, at the latest by _kill. Its number is still its own then, whatever
-        # signal comes just now.
-        os.waitid(os.P_PID, self._keeper, os.WEXITED | os.WNOWAIT)
-        self._is_waiting = False
+        with SignalInbox() as inbox:
+            for number in PASSED_ON:
+                if signal.getsignal(number) != signal.SIG_IGN:
+                    signal.signal(number, self._pass_on)
+            if signal.getsignal(signal.SIGTSTP) != signal.SIG_IGN:
+                signal.signal(signal.SIGTSTP, self._suspend)
+            signal.signal(signal.SIGALRM, self._kill)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
+            # Ends with the keeper, at the latest by _kill. Its number is still its own then,
+            # whatever signal comes just now.
+            ended = os.WEXITED | os.WNOWAIT | os.WNOHANG
+            while os.waitid(os.P_PID, self._keeper, ended) is None:
+                inbox.wait()  # ends by any signal, also by that of the keeper's end
+                inbox.read()
+            self._is_waiting = False
         _, status = os.waitpid(self._keeper, 0)  # has ended
         signal.setitimer(signal.ITIMER_REAL, 0)
         self._sweep()

@@ -16,13 +16,13 @@ import os
 import secrets
 import selectors
 import signal
-import socket
 import time
 from collections.abc import Callable
 from functools import partial
 
 from telegrad.launch.descendants import descendants, signal_all
 from telegrad.launch.environment import group_environment
+from telegrad.launch.inbox import SignalInbox, only_noted
 from telegrad.launch.options import LaunchOptions
 from telegrad.launch.output import Screen
 from telegrad.launch.worker_process import Stream, WorkerProcess, start_workers
@@ -62,26 +62,24 @@ class Group:
 
     def run(self) -> int:
         """Returns the exit code of the whole."""
-        inbox, outbox = socket.socketpair()
-        inbox.setblocking(False)
-        outbox.setblocking(False)
-        signal.set_wakeup_fd(outbox.fileno(), warn_on_full_buffer=False)
-        for number in (*PASSED_ON, signal.SIGCHLD):
-            if signal.getsignal(number) != signal.SIG_IGN:  # nohup, or a job in the background
-                signal.signal(number, lambda *_: None)  # what counts comes through the inbox
-        signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        self._watch(inbox.fileno(), partial(self._on_signals, inbox))
-        self._watch(self._front, self._on_front_lost)
-        try:
-            self._start()
-            while not self._is_over():
-                # Ends by output, a death, a signal, or when the next step of the plan is due.
-                for key, _ in self._selector.select(self._patience()):
-                    key.data()
-                self._follow_plan()
-        finally:
-            signal_all(signal.SIGKILL)
-        return self._conclude()
+        with SignalInbox() as inbox:
+            for number in PASSED_ON:
+                if signal.getsignal(number) != signal.SIG_IGN:  # nohup, or a job in the background
+                    signal.signal(number, only_noted)
+            signal.signal(signal.SIGCHLD, only_noted)
+            signal.pthread_sigmask(signal.SIG_SETMASK, ())
+            self._watch(inbox.fileno(), partial(self._on_signals, inbox))
+            self._watch(self._front, self._on_front_lost)
+            try:
+                self._start()
+                while not self._is_over():
+                    # Ends by output, a death, a signal, or when the next step of the plan is due.
+                    for key, _ in self._selector.select(self._patience()):
+                        key.data()
+                    self._follow_plan()
+            finally:
+                signal_all(signal.SIGKILL)
+            return self._conclude()
 
     # -- starting
 
@@ -136,8 +134,8 @@ class Group:
         self._selector.unregister(self._front)
         self._end(signal.SIGTERM)
 
-    def _on_signals(self, inbox: socket.socket) -> None:
-        for number in inbox.recv(1 << 12):
+    def _on_signals(self, inbox: SignalInbox) -> None:
+        for number in inbox.read():
             if number == signal.SIGCHLD:
                 self._reap()
             elif number in PASSED_ON:
