@@ -365,7 +365,7 @@ def test_many_threads_may_call_at_once():
 
 
 def test_lanes_that_nobody_needs_any_more_are_closed():
-    peer = current().agent.network.peer(1)
+    peer = current().agent.network.members.peer(1)
     gate = threading.Barrier(6)
 
     def call():

@@ -250,8 +250,8 @@ def test_a_graceful_end_does_not_look_for_the_dead_again(monkeypatch):
         network = current.current().agent.network
         rpc.rpc_sync("worker1", add, (1, 1))
         group.kill("worker1")
-        until(lambda: network.is_lost(1))
-        monkeypatch.setattr(network, "watch", watched.append)
+        until(lambda: network.members.is_lost(1))
+        monkeypatch.setattr(network.members, "watch", watched.append)
     assert set(watched) == {0, 2}
 
 
@@ -267,7 +267,7 @@ def test_a_graceful_end_without_the_others_ends_by_its_timeout():
 def test_an_end_does_not_wait_for_a_worker_that_has_stopped_in_the_middle_of_a_message():
     with cluster(2, shared_memory=False, graceful=False) as group:
         rpc.rpc_sync("worker1", add, (1, 1))
-        multiplex = current.current().agent.network.peer(1).multiplex()
+        multiplex = current.current().agent.network.members.peer(1).multiplex()
         group.pause("worker1")
         caught = []
 

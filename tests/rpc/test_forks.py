@@ -281,7 +281,7 @@ def test_a_lock_that_another_thread_holds_is_free_in_the_child(tmp_path):
     with cluster(2):
         worker = current.current()
         locks = [api._init_lock, worker._closing_lock, worker.references.table._lock]
-        locks += [peer._connections_lock for peer in worker.agent.network.peers()]
+        locks += [peer._connections_lock for peer in worker.agent.network.members.peers()]
         with contextlib.ExitStack() as stack:
             for lock in locks:
                 stack.enter_context(lock)

@@ -29,7 +29,7 @@ class Leader:
     def __init__(self):
         self.codec = Codec()
         self.service = Service(WorkerInfo("worker0", 0), self.codec, peer_of=lambda _: None)
-        self.network = self.work = self
+        self.network = self.members = self.work = self
         self.answered = []
 
     def watch_losses(self, callback):

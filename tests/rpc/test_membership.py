@@ -56,7 +56,7 @@ def leave():
 
 
 def names():
-    return [member.name for member in current.current().agent.network.members()]
+    return [member.name for member in current.current().agent.network.members.infos()]
 
 
 def test_workers_join_a_running_group_and_leave_it():
@@ -620,7 +620,7 @@ for other in range(size):
     assert rpc.remote(f"worker{other}", torch.ones, (2,)).to_here().sum() == 2
 network = current.current().agent.network
 print(sorted(address.rpartition(":")[0] for address in network._door.addresses))
-print({peer.info.name: peer.memory is not None for peer in network.peers()})
+print({peer.info.name: peer.memory is not None for peer in network.members.peers()})
 rpc.shutdown()
 """
 

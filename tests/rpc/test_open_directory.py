@@ -68,11 +68,11 @@ def test_one_that_leaves_is_lost_and_takes_no_name_from_its_successor():
     unused = [None] * 5
     network = Network(WorkerInfo("w0", 0), b"", b"", RpcOptions(), directory, *unused)
     for worker_id in (1, 2):
-        network.introduce_member(replace(record(worker_id), name="server"))
-    former = network.peer(1)
-    network.forget_member(1)
+        network.members.introduce(replace(record(worker_id), name="server"))
+    former = network.members.peer(1)
+    network.members.forget(1)
     assert former.is_lost
     with pytest.raises(WorkerLost, match="worker 'server' cannot be called: it has left the group"):
         former.multiplex()  # somebody was about to call it
-    assert network.id_of("server") == 2
-    assert network.last_name_of(1) == "server"
+    assert network.members.id_of("server") == 2
+    assert network.members.last_name_of(1) == "server"

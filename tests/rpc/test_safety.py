@@ -204,7 +204,7 @@ class TestStrangers:
     def test_a_friend_must_mean_this_worker_and_belong_to_the_group(self, caplog):
         secret = current.current().agent.network._secret
         own = current.current().agent.network
-        other = own.peer(1)
+        other = own.members.peer(1)
         right = Identity(1, 0, Purpose.LANE, other.incarnation, own.incarnation)
         for wrong in (
             right._replace(target_id=7),
@@ -225,7 +225,7 @@ class TestStrangers:
 
     def test_a_friend_who_breaks_the_protocol_loses_that_connection_only(self, caplog):
         own = current.current().agent.network
-        identity = Identity(1, 0, Purpose.LANE, own.peer(1).incarnation, own.incarnation)
+        identity = Identity(1, 0, Purpose.LANE, own.members.peer(1).incarnation, own.incarnation)
         with knocking() as friend:
             connection = SocketConnection(friend, BufferPool(), Limits())
             connection.set_timeout(PATIENCE)
@@ -464,7 +464,7 @@ class TestGroups:
                 ):
                     with pytest.raises(SerializationError, match=rf"too large.*{limit}"):
                         call()
-            peer = current.current().agent.network.peer(1)
+            peer = current.current().agent.network.members.peer(1)
             multiplexes = list(peer._multiplexes)
             for make, limit in ((make_bytes, "max_body"), (make_tensor, "max_message")):
                 with pytest.raises(SerializationError, match=rf"result is too large.*{limit}"):

@@ -30,7 +30,7 @@ def two_workers():
 
 def memory():
     """What this worker shares with the only other one."""
-    (peer,) = current.current().agent.network.peers()
+    (peer,) = current.current().agent.network.members.peers()
     assert peer.memory is not None
     return peer.memory
 

@@ -19,7 +19,7 @@ from telegrad.transport.inproc import InprocTransport
 
 def names_seen():
     """Who is in the group, and what one of them answers, as seen by the worker that is called."""
-    members = current.current().agent.network.members()
+    members = current.current().agent.network.members.infos()
     return [member.name for member in members], rpc.rpc_sync("worker0", rpc.get_worker_info).name
 
 

@@ -161,5 +161,5 @@ def test_short_timeouts_do_not_keep_a_connection_from_being_opened():
                 rpc.rpc_sync("worker1", time.sleep, args=(0.2,), timeout=1e-6)
             with pytest.raises(RpcTimeout, match="worker1"):
                 rpc.rpc_async("worker1", time.sleep, args=(0.2,), timeout=1e-6).wait()
-        peer = current.current().agent.network.peer(1)
+        peer = current.current().agent.network.members.peer(1)
         assert [m for m in peer._multiplexes if not m.is_closed]

@@ -261,7 +261,7 @@ def test_containers_and_other_objects():
 
 def numbers_of_segments():
     """The number of the segment that this worker has lent last, and how many it has borrowed."""
-    peers = current.current().agent.network.peers()
+    peers = current.current().agent.network.members.peers()
     memories = [peer.memory for peer in peers if peer.memory is not None]
     last = max((number for memory in memories for number in memory._own), default=0)
     return last, sum(len(memory._theirs) for memory in memories)
@@ -295,7 +295,9 @@ def test_a_kept_tensor_stays_as_it_is_while_others_come():
 
 
 def test_memory_comes_back_when_tensors_die():
-    memories = [p.memory for p in current.current().agent.network.peers() if p.memory is not None]
+    memories = [
+        p.memory for p in current.current().agent.network.members.peers() if p.memory is not None
+    ]
     kept = [rpc.rpc_sync("worker1", echo, (torch.zeros(LARGE),)) for _ in range(5)]
     lent = rpc.rpc_sync("worker1", in_use)
     if memories:
@@ -308,7 +310,7 @@ def test_memory_comes_back_when_tensors_die():
 def in_use():
     """Segments that this worker has lent and not got back."""
     gc.collect()
-    peers = current.current().agent.network.peers()
+    peers = current.current().agent.network.members.peers()
     return sum(
         segment.mapping[0] != 0
         for peer in peers

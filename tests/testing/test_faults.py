@@ -268,7 +268,7 @@ def test_lanes_whose_receipts_never_come_are_closed_after_a_while(monkeypatch):
     faults = Faults().drop(Kind.CONTEXT_RELEASE).drop(Kind.RREF_DELETED)
     with cluster(2, wrap_transport=faults, graceful=False):
         agent = rpc.current.current().agent
-        peer = agent.network.peer(1)
+        peer = agent.network.members.peer(1)
         for _ in range(100):  # nobody ever hears of these
             agent.post(1, Kind.RREF_DELETED, None)
         assert faults.struck[("drop", Kind.RREF_DELETED)] == 100

@@ -95,7 +95,7 @@ def describe(
         workers=tuple(
             WorkerGraph(
                 worker=id_,
-                name=(worker and worker.agent.network.name_of(id_)) or f"worker {id_}",
+                name=(worker and worker.agent.network.members.name_of(id_)) or f"worker {id_}",
                 boxes=parts[id_].boxes if id_ in parts else (),
                 trouble=troubles.get(id_, ""),
             )

@@ -33,7 +33,7 @@ def main(path: str) -> None:
             "echo": _median(9, lambda: rpc.rpc_sync("worker1", echo, args=(large,))),
         }
         network = current.current().agent.network
-        peer = network.peer(1)
+        peer = network.members.peer(1)
         route = {
             "address": network.address_of(1),
             "shares_memory": peer.memory is not None,

@@ -102,7 +102,7 @@ class Agent:
         return self.info.id
 
     def name_of(self, worker: int) -> str:
-        return self.network.last_name_of(worker) or f"worker:{worker}"
+        return self.network.members.last_name_of(worker) or f"worker:{worker}"
 
     # -- calls
 
@@ -118,7 +118,7 @@ class Agent:
         if to == self.info.id:
             return self.call_async(to, func, args, kwargs, timeout).wait()
         self._thread.has_called = True
-        peer = self.network.peer(to)
+        peer = self.network.members.peer(to)
         head, encoded, context, message = self.pack_call(to, func, args, kwargs)
         seconds = self.rpc_timeout if timeout is None else timeout
         flags = 0 if is_grad_enabled() else Flags.NO_GRAD
@@ -249,7 +249,7 @@ class Agent:
             return
         call_id = next(self._call_ids)
         try:
-            peer = call.peer = self.network.peer(call.to)
+            peer = call.peer = self.network.members.peer(call.to)
             multiplex = peer.multiplex(seconds or None)
             multiplex.expect(call_id, call)
         except TransportTimeout:
@@ -343,12 +343,12 @@ class Agent:
         )
 
     def _peer(self, worker: int) -> Peer:
-        return self.network.peer(worker)
+        return self.network.members.peer(worker)
 
     def _living_peer(self, worker: int, kind: Kind) -> Peer:
         """Protocols have drawn their conclusions from a loss. To try whether the worker can be
         reached again, and wait for it, is for a user's call."""
-        peer = self.network.peer(worker)
+        peer = self.network.members.peer(worker)
         if peer.is_lost:
             raise peer.loss(describe_message(kind))
         return peer
@@ -411,7 +411,7 @@ class Agent:
         encoded = self.codec.encode(body, to)
         context, message = self._record(to, encoded)
         seconds = self.rpc_timeout if timeout is None else timeout
-        frame = self.network.peer(to).exchange(
+        frame = self.network.members.peer(to).exchange(
             kind,
             context,
             message,
@@ -463,7 +463,7 @@ class Agent:
     # -- the state of things
 
     def pending_calls(self) -> int:
-        return sum(peer.pending_count for peer in self.network.peers())
+        return sum(peer.pending_count for peer in self.network.members.peers())
 
 
 def _copied(

@@ -190,7 +190,7 @@ def remote(
 def _id_of(worker: Worker, to: str | int | WorkerInfo) -> int:
     if isinstance(to, WorkerInfo):
         return to.id
-    worker_id = worker.agent.network.id_of(to) if isinstance(to, str) else None
+    worker_id = worker.agent.network.members.id_of(to) if isinstance(to, str) else None
     return worker_id if worker_id is not None else _find(worker, to).id
 
 
@@ -198,16 +198,16 @@ def _find(worker: Worker, to: str | int) -> WorkerInfo:
     network = worker.agent.network
     info: WorkerInfo | None = None
     if isinstance(to, str):
-        info = network.find(to)
+        info = network.members.find(to)
     elif isinstance(to, int) and not isinstance(to, bool):
-        name = network.name_of(to)
+        name = network.members.name_of(to)
         info = WorkerInfo(name, to) if name is not None else None
     else:
         raise ValueError(
             f"a worker is named by its name, rank or WorkerInfo, got a {type(to).__name__}"
         )
     if info is None:
-        names = ", ".join(member.name for member in network.members())
+        names = ", ".join(member.name for member in network.members.infos())
         raise TelegradError(
             f"could not find destination {to!r}: the workers of this group are {names}"
         )
@@ -257,7 +257,7 @@ def _all_gather(
     if timeout != UNSET_RPC_TIMEOUT:
         timeout = checked_timeout(timeout)
     worker = current.current()
-    members = worker.agent.network.members()
+    members = worker.agent.network.members.infos()
     if worker_names is not None:
         members = [_find(worker, name) for name in sorted(set(worker_names))]
     seconds = worker.agent.rpc_timeout if timeout < 0 else timeout

@@ -84,7 +84,7 @@ class Gatherings:
                 found: dict[int, Any] = answer.wait()
                 return found
             except WorkerLost as error:
-                name = self._agent.network.name_of(leader)
+                name = self._agent.network.members.name_of(leader)
                 if not forgive_losses or error.worker != name:
                     raise
                 # The leader itself is lost: the next one leads.
@@ -106,8 +106,8 @@ class Gatherings:
             # that is lost has been: to knock there again may take as long as any connection.
             network = self._agent.network
             for worker in key[0]:
-                if not network.is_lost(worker):
-                    network.work.submit(partial(network.watch, worker))
+                if not network.members.is_lost(worker):
+                    network.work.submit(partial(network.members.watch, worker))
         self._proceed()
 
     def _on_lost(self, worker: int, reason: str) -> None:
@@ -119,7 +119,7 @@ class Gatherings:
         """Answers the gatherings that are complete or have become impossible."""
         finished: list[tuple[_Gathering, int | None]] = []
         with self._lock:
-            lost = {w for w in self._lost if self._agent.network.is_lost(w)}
+            lost = {w for w in self._lost if self._agent.network.members.is_lost(w)}
             self._lost = lost  # one that has come back is awaited again
             for key, gathering in list(self._open.items()):
                 missing = gathering.awaited & lost
@@ -141,6 +141,6 @@ class Gatherings:
             if missing is None:
                 service.answer(source, frame, send, gathering.told)
             else:
-                name = self._agent.network.name_of(missing) or str(missing)
+                name = self._agent.network.members.name_of(missing) or str(missing)
                 text = f"worker {name!r} was lost before all workers had met"
                 service.answer_failure(source, frame, send, WorkerLost(text, worker=name))

@@ -1,4 +1,4 @@
-"""The workers around this one: who they are, the connections to them, who is alive.
+"""The connections between this worker and those around it, and who of them is alive.
 
 Listens at its `door`, connects to others at first use, and tells its watchers of every loss. What
 messages mean is not its business: it hands each one to `serve`, with the sender's id and a function
@@ -17,6 +17,7 @@ from functools import partial
 from telegrad.errors import AuthenticationError, ProtocolError, TelegradError, WorkerLost
 from telegrad.rpc.clock import Clock
 from telegrad.rpc.door import Door
+from telegrad.rpc.members import Members, has_left
 from telegrad.rpc.multiplex import Multiplex
 from telegrad.rpc.options import RpcOptions
 from telegrad.rpc.peer import Peer
@@ -89,11 +90,7 @@ class Network:
         self._reception = Reception(
             serve, name_of, has_called, options.busy_wait, partial(self._spawn, "host")
         )
-        self._peers: dict[int, Peer] = {}
-        self._records: dict[int, Record] = {}
-        self._ids: dict[str, int] = {info.name: info.id}
-        self._former_names: dict[int, str] = {}  # of those who have left
-        self._members_lock = threading.Lock()  # guards the three tables above
+        self.members = Members(info, directory, self._new_peer)
         self._loss_watchers: list[Callable[[int, str], None]] = []
         self._door = Door(info.name, secret, self._recognise, self._welcome, self._spawn)
         self._transports: dict[str, Transport] = {}
@@ -154,102 +151,6 @@ class Network:
         look for members that are not known here yet.
         """
         self._knows_group.set()
-
-    # -- members
-
-    def introduce_member(self, record: Record) -> None:
-        """A worker is (again) part of the group; a new incarnation replaces the old one."""
-        replaced: Peer | None = None
-        with self._members_lock:
-            known = self._records.get(record.id)
-            if known is not None and known.incarnation == record.incarnation:
-                return
-            self._records[record.id] = record
-            self._ids[record.name] = record.id
-            if record.id != self.info.id:
-                replaced = self._peers.get(record.id)
-                self._peers[record.id] = self._new_peer(record)
-        if replaced is not None:
-            replaced.lose("another worker has taken its place")
-
-    def forget_member(self, worker_id: int) -> None:
-        """A worker has left an open group."""
-        with self._members_lock:
-            record = self._records.pop(worker_id, None)
-            peer = self._peers.pop(worker_id, None)
-            if record is not None:
-                self._former_names[worker_id] = record.name
-                if self._ids.get(record.name) == worker_id:
-                    del self._ids[record.name]
-        if peer is not None:
-            peer.lose("it has left the group")
-
-    def call_by_name(self, worker: WorkerInfo) -> None:
-        """Of those who had the name of this one, nobody is left."""
-        with self._members_lock:
-            self._ids[worker.name] = worker.id
-
-    def members(self) -> list[WorkerInfo]:
-        with self._members_lock:
-            return [record.info for _, record in sorted(self._records.items())]
-
-    def id_of(self, name: str) -> int | None:
-        """A worker by its name; in an open group also one that has just come."""
-        worker_id = self._ids.get(name)
-        if worker_id is None and self._directory.is_open:
-            self._read_newcomers()
-            worker_id = self._ids.get(name)
-        return worker_id
-
-    def find(self, name: str) -> WorkerInfo | None:
-        worker_id = self.id_of(name)
-        return None if worker_id is None else WorkerInfo(name, worker_id)
-
-    def name_of(self, worker_id: int) -> str | None:
-        record = self._records.get(worker_id)
-        if record is None and self._directory.is_open:
-            self._read_newcomers()
-            record = self._records.get(worker_id)
-        return None if record is None else record.name
-
-    def last_name_of(self, worker_id: int) -> str | None:
-        """The same, also of one that has left the group."""
-        return self.name_of(worker_id) or self._former_names.get(worker_id)
-
-    def peer(self, worker_id: int) -> Peer:
-        peer = self._peers.get(worker_id)
-        if peer is None:
-            if self.name_of(worker_id) is None or worker_id not in self._peers:
-                former = self._former_names.get(worker_id)
-                if former is not None:
-                    raise _has_left(former)
-                raise WorkerLost(f"there is no worker with id {worker_id} in the group")
-            peer = self._peers[worker_id]
-        return peer
-
-    def watch(self, worker_id: int) -> None:
-        """Makes sure that the loss of a worker would be noticed, also if it is lost already."""
-        if worker_id == self.info.id:
-            return
-        try:
-            peer = self.peer(worker_id)
-            peer.multiplex()
-        except WorkerLost as error:
-            if worker_id in self._peers:
-                self._peers[worker_id].lose(error.reason)
-
-    def is_lost(self, worker_id: int) -> bool:
-        """Whether a worker was reached once and is gone now."""
-        peer = self._peers.get(worker_id)
-        return worker_id != self.info.id and (peer is None or peer.is_lost)
-
-    def peers(self) -> list[Peer]:
-        with self._members_lock:
-            return list(self._peers.values())
-
-    def _read_newcomers(self) -> None:
-        for record in self._directory.newcomers():
-            self.introduce_member(record)
 
     def _new_peer(self, record: Record) -> Peer:
         shares = (
@@ -323,9 +224,9 @@ class Network:
         return connection
 
     def _address_of(self, peer: Peer) -> str:
-        record = self._records.get(peer.info.id)
+        record = self.members.record_of(peer.info.id)
         if record is None:  # in this moment
-            raise _has_left(peer.info.name)
+            raise has_left(peer.info.name)
         for address in record.addresses:
             scheme = address.partition(":")[0]
             if scheme in self._transports and (scheme != "unix" or record.host == self._host):
@@ -340,7 +241,7 @@ class Network:
 
     def address_of(self, worker_id: int) -> str:
         """Where connections to another worker go."""
-        return self._address_of(self.peer(worker_id))
+        return self._address_of(self.members.peer(worker_id))
 
     def answers(self, record: Record) -> bool:
         """Whether a worker is alive at the addresses of a record."""
@@ -359,7 +260,7 @@ class Network:
 
     def _welcome(self, identity: Identity, connection: Connection) -> None:
         """Runs a connection that another worker opened to this one, to its end."""
-        peer = self._peers.get(identity.worker_id)
+        peer = self.members.known_peer(identity.worker_id)
         if peer is None:
             connection.close()
             return
@@ -379,12 +280,12 @@ class Network:
         self._knows_group.wait()  # ends when the group is known, or with `close`
         if identity.target_id != self.info.id or identity.target_incarnation != self.incarnation:
             raise ProtocolError("it looks for another worker")
-        peer = self._peers.get(identity.worker_id)
+        peer = self.members.known_peer(identity.worker_id)
         if peer is None or peer.incarnation != identity.incarnation:
             record = self._directory.record_of(identity.worker_id)
             if record is None or record.incarnation != identity.incarnation.hex():
                 raise ProtocolError(f"worker {identity.worker_id} is not part of the group")
-            self.introduce_member(record)
+            self.members.introduce(record)
 
     def _serve_lane(self, peer: Peer, lane: Connection) -> None:
         try:
@@ -455,7 +356,7 @@ class Network:
         self._reception.tick(now)
         self._door.tick(now)
         trims = now - self._trimmed_at > _TRIM_SECONDS
-        for peer in self.peers():
+        for peer in self.members.peers():
             if peer.tick(now):
                 self.work.submit(peer.ping)
             if trims and peer.trim(now):
@@ -494,7 +395,7 @@ class Network:
         self._door.close()
         self.clock.stop()
         goodbye_until = time.monotonic() + _GOODBYE_SECONDS
-        for peer in self.peers():
+        for peer in self.members.peers():
             peer.close(goodbye_until=goodbye_until)
         self._reception.close()
         deadline = time.monotonic() + patience
@@ -521,11 +422,6 @@ class Network:
         with self._threads_lock:
             thread.start()
             self._threads.add(thread)  # it waits for the lock before it takes itself out
-
-
-def _has_left(name: str) -> WorkerLost:
-    reason = "it has left the group"
-    return WorkerLost(f"worker {name!r} cannot be called: {reason}", worker=name, reason=reason)
 
 
 def _to_nobody(*parts: object) -> None:

@@ -100,12 +100,12 @@ class Worker:
             raise TelegradError(
                 f"rank {self.info.id} is taken: worker {predecessor.name!r} runs under it"
             )
-        network.introduce_member(record)
+        network.members.introduce(record)
         network.start()
         directory.publish(record)
         everybody = directory.everybody()
         for other in everybody:
-            network.introduce_member(other)
+            network.members.introduce(other)
         if directory.is_open:
             self._check_name_is_free()
         network.admit_members()
@@ -115,7 +115,7 @@ class Worker:
 
     def _check_name_is_free(self) -> None:
         network, me = self.agent.network, self.info
-        for other in network.members():
+        for other in network.members.infos():
             if other.name == me.name and other.id != me.id:
                 record = self.directory.record_of(other.id)
                 if record is not None and network.answers(record):
@@ -123,15 +123,15 @@ class Worker:
                     raise TelegradError(
                         f"RPC worker name {me.name!r} is not unique: worker {other.id} has it"
                     )
-                network.forget_member(other.id)  # it is dead, or has left in this moment
-        network.call_by_name(me)
+                network.members.forget(other.id)  # it is dead, or has left in this moment
+        network.members.call_by_name(me)
 
     def _tell_others(self, record: Record | None, *, timeout: float) -> None:
         """Tells those who are there that this worker comes, or, by None, that it leaves. One that
         does not answer hears of it later."""
         told = [
             self.agent.request(member.id, Kind.MEMBERS, record, timeout=timeout)
-            for member in self.agent.network.members()
+            for member in self.agent.network.members.infos()
             if member.id != self.info.id
         ]
         for answer in told:
@@ -142,9 +142,9 @@ class Worker:
 
     def _on_membership(self, source: int, record: Record | None) -> None:
         if record is None:
-            self.agent.network.forget_member(source)
+            self.agent.network.members.forget(source)
         else:
-            self.agent.network.introduce_member(record)
+            self.agent.network.members.introduce(record)
 
     # -- the end
 
@@ -176,7 +176,7 @@ class Worker:
         Raises:
             RpcTimeout: it was not so at the deadline, a time of `time.monotonic`.
         """
-        workers = [member.id for member in self.agent.network.members()]
+        workers = [member.id for member in self.agent.network.members.infos()]
         # Twice the same counts, and nothing going on: then no message was under way in between.
         seen: Any = None
         while True:
@@ -189,7 +189,7 @@ class Worker:
 
     def part(self, deadline: float) -> None:
         """The last meeting: afterwards nobody says anything any more, and all may close."""
-        workers = [member.id for member in self.agent.network.members()]
+        workers = [member.id for member in self.agent.network.members.infos()]
         self._gather(workers, None, deadline)
         self._wait_until_last(workers)
 
@@ -228,7 +228,7 @@ class Worker:
         others = [w for w in workers if w != self.info.id]
         if others and self.info.id < min(others):
             end = time.monotonic() + 5.0
-            while time.monotonic() < end and not all(network.is_lost(w) for w in others):
+            while time.monotonic() < end and not all(network.members.is_lost(w) for w in others):
                 time.sleep(0.001)
 
     def _leave(self, deadline: float) -> None:

@@ -73,14 +73,14 @@ class TensorPipeAgent(RpcAgent):
         if worker is None:
             return self._worker.info
         network = self._worker.agent.network
-        worker_id = network.id_of(worker) if isinstance(worker, str) else worker
-        name = None if worker_id is None else network.name_of(worker_id)
+        worker_id = network.members.id_of(worker) if isinstance(worker, str) else worker
+        name = None if worker_id is None else network.members.name_of(worker_id)
         if worker_id is None or name is None:
             raise TelegradError(f"could not find destination {worker}")
         return WorkerInfo(name, worker_id)
 
     def get_worker_infos(self) -> list[WorkerInfo]:
-        return self._worker.agent.network.members()
+        return self._worker.agent.network.members.infos()
 
     def sync(self, timeout: float = 0) -> None:
         """Waits until no worker has work left and no call is under way; all must call it."""

@@ -148,7 +148,7 @@ def _exchange(worker: Worker, facts: DeviceFacts) -> Sequence[DeviceFacts]:
     """What all workers of a group tell of their devices; in an open group, this one's."""
     if worker.directory.is_open:
         return [facts]
-    workers = [member.id for member in worker.agent.network.members()]
+    workers = [member.id for member in worker.agent.network.members.infos()]
     found = worker.gatherings.gather(
         workers, tuple(facts), timeout=worker.agent.options.rpc_timeout
     )
@@ -162,7 +162,7 @@ def _print_failure(worker: Worker, error: BaseException) -> None:
 
 
 def _name(worker: Worker, worker_id: int) -> str:
-    return worker.agent.network.name_of(worker_id) or str(worker_id)
+    return worker.agent.network.members.name_of(worker_id) or str(worker_id)
 
 
 def _tensorpipe_construct_rpc_backend_options_handler(

@@ -129,7 +129,7 @@ def _all_gather(
 def _names_now() -> set[str]:
     worker = current.current()
     if worker.directory.is_open:
-        return {member.name for member in worker.agent.network.members()}
+        return {member.name for member in worker.agent.network.members.infos()}
     return _all_names
 
 
@@ -140,8 +140,8 @@ def _await_signal(states: AllGatherStates, awaited: set[str], timeout: float) ->
     with _all_gather_dict_lock:
         states.awaited = awaited - set(states.gathered_objects)
     for name in awaited:
-        worker_id = network.id_of(name)
-        if worker_id is not None and network.is_lost(worker_id):
+        worker_id = network.members.id_of(name)
+        if worker_id is not None and network.members.is_lost(worker_id):
             worker_lost(name)
     has_end = timeout not in (UNSET_RPC_TIMEOUT, DEFAULT_SHUTDOWN_TIMEOUT)
     if not states.proceed_signal.wait(timeout if has_end else None):
