@@ -135,10 +135,18 @@ def descendants_of(pid):
     return [int(c) for c in children] + [d for c in children for d in descendants_of(c)]
 
 
-def test_one_who_is_started_with_the_end_of_children_ignored_sees_it_all_the_same(tmp_path):
+@pytest.mark.parametrize(
+    "before",
+    [
+        "signal.signal(signal.SIGCHLD, signal.SIG_IGN)",
+        "signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())",
+    ],
+    ids=["ignored", "blocked"],
+)
+def test_the_end_of_workers_is_seen_whatever_was_done_to_signals_before(tmp_path, before):
     (tmp_path / "script.py").write_text("import sys; sys.exit(3)")
     begin = (
-        "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); "
+        f"import os, signal, sys; {before}; "
         "os.execv(sys.executable, [sys.executable, '-m', 'telegrad', 'run', 'script.py'])"
     )
     done = subprocess.run(

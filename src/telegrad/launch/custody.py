@@ -124,7 +124,9 @@ class _Front:
             if signal.getsignal(signal.SIGTSTP) != signal.SIG_IGN:
                 signal.signal(signal.SIGTSTP, self._suspend)
             signal.signal(signal.SIGALRM, self._kill)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
+            # Who started this may have blocked any of them.
+            needed = (*PASSED_ON, signal.SIGALRM, signal.SIGCHLD)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, needed)
             # Ends with the keeper, at the latest by _kill. Its number is still its own then,
             # whatever signal comes just now.
             ended = os.WEXITED | os.WNOWAIT | os.WNOHANG
