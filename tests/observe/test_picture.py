@@ -273,7 +273,7 @@ def test_labels_of_messages_side_by_side_do_not_overlap():
 
 
 def test_outside_of_a_group_there_is_nothing_to_draw(monkeypatch):
-    monkeypatch.setattr(autograd, "_lookup", lambda: None)
+    monkeypatch.setattr(autograd, "_engine", autograd.engine_without_agent)
     monkeypatch.setattr(autograd, "_without_agent", None)
     with pytest.raises(NotInitialized):
         draw(1)
