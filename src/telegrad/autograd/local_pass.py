@@ -206,7 +206,7 @@ class LocalPass:
         """A free leaf has no hooks: what is for it needs no engine."""
         found: list[LeafGradient] = []
         for key in entering:
-            leaf = key[0].variable  # type: ignore[attr-defined]
+            leaf = key[0].variable  # type: ignore[attr-defined]  # AccumulateGrad has it
             found.append((leaf, adopt(entering[key], leaf, references=1), None))
         return found
 
