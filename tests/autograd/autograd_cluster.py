@@ -80,7 +80,7 @@ class SimulatedMessenger:
         assert kind not in self.handlers
         self.handlers[kind] = handler
 
-    def offer(self, kind, take):
+    def offer(self, kind, take, can_wait):
         pass
 
     def watch_losses(self, callback):

@@ -114,6 +114,10 @@ ways = {
 # Functions with parameters of the worker that runs them
 
 
+def scaled(x, name, side):
+    return (x * leaf(name, side, side, dtype=x.dtype)).sum()
+
+
 def layer(worker, x):
     return torch.tanh(x @ leaf(worker))
 

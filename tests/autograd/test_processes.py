@@ -337,14 +337,43 @@ def test_data_parallel_trainers_on_one_server(tmp_path):
         trainer.wait()
 
 
-def test_the_end_of_a_context_rides_with_the_next_call(monkeypatch):
+@pytest.fixture
+def unhurried_releases(monkeypatch):
+    """Here the end of a context is told by nothing but the next call."""
     releases = dist_autograd._engine()._releases
-    monkeypatch.setattr(releases, "_seconds", 3600.0)  # no message of its own comes in between
+    monkeypatch.setattr(releases, "_seconds", 3600.0)
     releases.send()
+    yield
+    releases.send()  # forgets the timer of an hour
+
+
+def test_the_end_of_a_context_rides_with_the_next_call(unhurried_releases):
     for _ in range(3):
         with dist_autograd.context():
             rpc.rpc_sync("worker1", programs.layer, ("worker1", leaf("x")))
             assert rpc.rpc_sync("worker1", programs.counts) == (0, 1)
         rpc.rpc_sync("worker1", programs.counts)  # takes the news along
         assert rpc.rpc_sync("worker1", programs.counts) == (0, 0)
-    releases.send()  # forgets the timer of an hour
+
+
+@pytest.mark.parametrize(
+    ("side", "passes", "is_freed_first"),
+    [
+        (3, 0, True),  # the graph may be as large as a step's activations
+        (3, 1, False),
+        (300, 1, True),
+    ],
+    ids=["of a graph", "of a small gradient", "of a large gradient"],
+)
+def test_the_memory_of_a_context_is_free_for_the_next_call_if_it_is_much(
+    unhurried_releases, side, passes, is_freed_first
+):
+    for _ in range(3):
+        with dist_autograd.context() as context_id:
+            x = torch.ones(side, side, requires_grad=True)
+            loss = rpc.rpc_sync("worker1", programs.scaled, (x, f"scale{side}", side))
+            for _ in range(passes):
+                dist_autograd.backward(context_id, [loss])
+        left = 0 if is_freed_first else 1
+        assert rpc.rpc_sync("worker1", programs.counts) == (0, left)
+        assert rpc.rpc_sync("worker1", programs.counts) == (0, 0)

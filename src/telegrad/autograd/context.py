@@ -30,6 +30,10 @@ __all__ = [
 
 _CURRENT_CONTEXT = "telegrad.autograd.context"
 
+_FEW = 32  # gradients, so that it takes a few microseconds to ask them all
+_LITTLE = 1 << 16  # elements of them
+_numel = torch.Tensor.numel
+
 
 thread_context: Callable[[], int] = partial(peek, _CURRENT_CONTEXT, NO_CONTEXT)
 """The context id that was set on this thread, or `NO_CONTEXT`."""
@@ -107,6 +111,15 @@ class DistAutogradContext:
     def _known_worker_ids(self) -> set[int]:
         """The workers that this one exchanged messages of the context with."""
         return self.contacts.copy()
+
+    def is_light(self) -> bool:
+        """Whether it keeps little memory alive, as far as can be told at once: no graph that has
+        not run, and few gradients."""
+        for sent in tuple(self.sends.values()):
+            if not sent.is_spent and not sent.is_of_leaves:
+                return False
+        gradients = tuple(self.gradients.values())
+        return len(gradients) <= _FEW and sum(map(_numel, gradients)) <= _LITTLE
 
     def wait_until(self, is_so: Callable[[], Any]) -> None:
         """Waits for something that the lock guards. What changes it calls `notify`."""

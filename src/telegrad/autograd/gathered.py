@@ -1,10 +1,10 @@
 """Ids for other workers, sent together a moment later.
 
 The end of a context is no urgent news, and training loops end one with every step. A message for
-each would take a peer's time from the next step's call. So they ride along with that call and are
-carried out when it has been answered: while its caller goes on, and in time for the gradients of
-the next step to get the memory of the last. What has found no call within a few milliseconds is
-sent by itself.
+each would take a peer's time from the next step's call. So they ride along with that call. What
+keeps much memory alive is freed before the call runs, or else a worker would have the graph or the
+gradients of one step beside the activations of the next; all else once it has been answered, while
+its caller goes on. What has found no call within a few milliseconds is sent by itself.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class ContextRegistry:
             messenger.handle(Kind.CONTEXT_HELD, self._holding_told)
             messenger.handle(Kind.CONTEXT_RELEASE, self._release_told)
             messenger.handle(Kind.CONTEXT_RELEASED, self._release_acknowledged)
-            messenger.offer(Kind.CONTEXT_RELEASE, self._releases.take)
+            messenger.offer(Kind.CONTEXT_RELEASE, self._releases.take, self._are_light)
 
     # What the public face asks
 
@@ -247,6 +247,14 @@ class ContextRegistry:
             for context_id in ids_in(message):
                 effects += self._lifetimes.released(context_id, told_by=source)
         self._carry_out(effects)
+
+    def _are_light(self, message: bytes) -> bool:
+        """Whether there is no hurry to free these contexts."""
+        for context_id in ids_in(message):
+            context = self._contexts.get(context_id)
+            if context is not None and not context.is_light():
+                return False
+        return True
 
     def _release_acknowledged(self, source: int, message: bytes) -> None:
         self._nothing_to_release(source, ids_in(message))

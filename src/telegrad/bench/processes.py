@@ -68,6 +68,8 @@ def run() -> list[Result]:
     for name, step in (
         ("64 MB of activations each way", _activation_step),
         (f"a remote {_WIDTH}-wide MLP", _layer_step),
+        ("6 remote layers, each with 40 MB and as much of activations", _chain_step),
+        ("such layers, and without a backward pass", _forward_step),
     ):
         with arenas(2) as sides:
             peaks = {side: _peak(sides[side], step, side) for side in sides}
@@ -129,6 +131,7 @@ def _peak(arena: Arena, step: Callable[[str], None], side: str) -> float:
 def _prepare_steps(side: str) -> None:
     _activations()
     SIDES[side].rpc.rpc_sync("worker1", forward, args=(_WIDTH, torch.ones(32, _WIDTH)))
+    SIDES[side].rpc.rpc_sync("worker1", _make_layers)
 
 
 def _run_steps(step: Callable[[str], None], side: str) -> None:
@@ -198,6 +201,34 @@ def _layer_step(side: str) -> None:
     with autograd.context() as context_id:
         y = rpc.rpc_sync("worker1", forward, args=(_WIDTH, torch.ones(32, _WIDTH)))
         autograd.backward(context_id, [y.sum()])
+
+
+@cache
+def _layers() -> list[torch.Tensor]:
+    """So large that malloc gives back what has died, instead of keeping it."""
+    return [torch.ones(10 << 20, requires_grad=True) for _ in range(6)]
+
+
+def _make_layers() -> None:
+    _layers()
+
+
+def _chain() -> torch.Tensor:
+    y = torch.ones(())
+    for layer in _layers():
+        y = y * layer
+    return y.sum()
+
+
+def _chain_step(side: str) -> None:
+    rpc, autograd = SIDES[side].rpc, SIDES[side].autograd
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [rpc.rpc_sync("worker1", _chain)])
+
+
+def _forward_step(side: str) -> None:
+    with SIDES[side].autograd.context():
+        SIDES[side].rpc.rpc_sync("worker1", _chain)
 
 
 def _memory_of_all(pids: Sequence[int]) -> float:

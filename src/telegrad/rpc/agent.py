@@ -426,8 +426,11 @@ class Agent:
     def handle(self, kind: Kind, handler: Handler, rescue: Rescue | None = None) -> None:
         self.service.handle(kind, handler, rescue)
 
-    def offer(self, kind: Kind, take: Callable[[int], bytes | None]) -> None:
+    def offer(
+        self, kind: Kind, take: Callable[[int], bytes | None], can_wait: Callable[[bytes], bool]
+    ) -> None:
         self._riders.append((kind, take))
+        self.service.expect_riders(kind, can_wait)
 
     def watch_losses(self, callback: Callable[[int, str], None]) -> None:
         self.network.watch_losses(callback)

@@ -96,13 +96,16 @@ class Messenger(Protocol):
         the sender counts as lost, which ends every wait.
         """
 
-    def offer(self, kind: Kind, take: Callable[[int], bytes | None]) -> None:
-        """Lets small messages ride along with calls that go to the same worker anyway. They are
-        handled there once the call has been answered.
+    def offer(
+        self, kind: Kind, take: Callable[[int], bytes | None], can_wait: Callable[[bytes], bool]
+    ) -> None:
+        """Lets small messages ride along with calls that go to the same worker anyway.
 
         Args:
             take: asked with the worker's id before a call leaves; returns the body of a post, or
                 None. It must be fast. What it gives is lost if the call cannot be sent.
+            can_wait: asked where such a message has come, with its body: whether it may be handled
+                when the call has been answered. If not, the call waits for it.
         """
 
     def watch_losses(self, callback: Callable[[int, str], None]) -> None:

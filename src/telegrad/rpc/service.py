@@ -61,6 +61,7 @@ class Service:
         self._call_offsets: dict[Kind, int] = {}
         self._handlers: dict[Kind, Handler] = {}
         self._rescues: dict[Kind, Rescue] = {}
+        self._can_wait: dict[Kind, Callable[[bytes], bool]] = {}
         self._frame_handlers: dict[Kind, FrameHandler] = {}
         # Work begun and ended here, for a graceful shutdown.
         self._begun = _Tally()
@@ -72,6 +73,10 @@ class Service:
         self._handlers[kind] = handler
         if rescue is not None:
             self._rescues[kind] = rescue
+
+    def expect_riders(self, kind: Kind, can_wait: Callable[[bytes], bool]) -> None:
+        """See `Messenger.offer`."""
+        self._can_wait[kind] = can_wait
 
     def handle_frame(
         self, kind: Kind, handler: FrameHandler, call_offset: int | None = None
@@ -99,7 +104,10 @@ class Service:
             if frame.flags & Flags.RIDER:
                 kind, payload, frame.body = split_rider(frame.body)
                 frame.flags &= ~Flags.RIDER
-                rider = kind, payload
+                if self._may_be_late(kind, payload):
+                    rider = kind, payload
+                else:
+                    self.handle_now(source, kind, payload)
             handler = self._frame_handlers.get(frame.kind)
             if handler is not None:
                 handler(source, frame, send)
@@ -321,6 +329,14 @@ class Service:
             self._handlers[kind](source, self._codec.decode(payload))
         except Exception as error:  # noqa: BLE001 - nobody is there to raise it to
             self._post_failed(source, kind, payload, error)
+
+    def _may_be_late(self, kind: Kind, payload: bytes) -> bool:
+        """Whether a message that has ridden on a call may be handled after it."""
+        can_wait = self._can_wait.get(kind)
+        try:
+            return can_wait is not None and can_wait(self._codec.decode(payload))
+        except Exception:  # noqa: BLE001 - it is damaged, which is dealt with when it is handled
+            return False
 
     def work_counts(self) -> tuple[int, int]:
         """How many messages have been begun and ended here, ever."""

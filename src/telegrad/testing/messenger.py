@@ -258,7 +258,9 @@ class SimulatedMessenger:
     def handle(self, kind: Kind, handler: Handler, rescue: Rescue | None = None) -> None:
         self._handlers[kind] = handler
 
-    def offer(self, kind: Kind, take: Callable[[int], bytes | None]) -> None:
+    def offer(
+        self, kind: Kind, take: Callable[[int], bytes | None], can_wait: Callable[[bytes], bool]
+    ) -> None:
         """Nothing rides here: it has no calls."""
 
     def watch_losses(self, callback: Callable[[int, str], None]) -> None:

@@ -116,7 +116,7 @@ class Flags:
     CONVERSATION: Final = 2
     """A post whose sender waits: what is posted back to it travels in the receipt."""
     RIDER: Final = 4
-    """The body begins with another message, a post, which is handled first."""
+    """The body begins with another message, a post."""
     NO_GRAD: Final = 8
     """The caller has switched gradients off: what is computed for it has no history."""
 
