@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from telegrad.errors import ProtocolError, SerializationError, TelegradError
+from telegrad.wire import small
 from telegrad.wire.codec import Codec, Packet
 from telegrad.wire.small import pack_small, unpack_small
 from telegrad.wire.tensors import CODES, INLINE_LIMIT
@@ -249,3 +250,15 @@ def test_a_tensor_inside_of_a_transform_is_refused_by_its_place() -> None:
 
     with pytest.raises(SerializationError, match=r"args\[1\]"):
         torch.func.grad(send)(torch.ones(3))
+
+
+def test_tables_of_more_shapes_than_are_remembered() -> None:
+    for rows in range(1, 1500):
+        tensor = torch.full((rows, 1), float(rows), requires_grad=bool(rows & 1))
+        packed = pack_small([tensor])
+        assert packed is not None
+        (arrived,), need_grad, _ = unpack_small(memoryview(packed[0]), 0)
+        assert torch.equal(arrived, tensor)
+        assert bool(need_grad) == tensor.requires_grad
+    assert len(small._descriptions) <= small._MOST_KNOWN
+    assert len(small._layouts) <= small._MOST_KNOWN

@@ -35,7 +35,7 @@ def adopt(gradient: torch.Tensor, leaf: torch.Tensor, references: int) -> torch.
         is_ours
         and gradient.layout is _strided
         and leaf.is_contiguous()
-        and gradient.stride() == leaf.stride()
+        and gradient.is_contiguous()
     ):
         return gradient  # as most are
     if gradient.layout is torch.sparse_coo:

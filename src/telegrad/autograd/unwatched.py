@@ -71,7 +71,7 @@ class Unwatched:
     def include_all(self, nodes: Iterable[Any]) -> bool:
         """The same for several."""
         verdicts, count = self._verdicts, self._count()
-        leaves: list[torch.Tensor] = []
+        is_ddp_possible = torch.distributed.is_initialized()
         for node in nodes:
             leaf = node.variable
             verdict = verdicts.get(id(leaf))
@@ -82,10 +82,9 @@ class Unwatched:
                     verdict = _Verdict(leaf, self._forget)
                     verdict.count, verdict.key = count, id(leaf)
                     verdicts[id(leaf)] = verdict
-            leaves.append(leaf)
-        if not leaves or not torch.distributed.is_initialized():
-            return True
-        return not any(needs_grad_field(leaf, True) for leaf in leaves)
+            if is_ddp_possible and needs_grad_field(leaf, True):
+                return False
+        return True
 
     def has_post_hooks(self, node: Any) -> bool:
         """Whether hooks run after the AccumulateGrad node of a leaf, and see its gradient."""

@@ -24,6 +24,7 @@ import functools
 import threading
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
@@ -122,7 +123,7 @@ def catch(
 ) -> tuple[list[Outgoing], list[LeafGradient]]:
     """Runs a graph, and returns what flows out of it."""
     leaves = graph.leaves
-    ends = [new_edge((node, 0, None)) for node in leaves]
+    ends = [*map(new_edge, zip(leaves, repeat(0), repeat(None)))]
     for node in graph.recvs:
         for number in range(len(node.received.outputs)):
             ends.append(new_edge((node, number, None)))
@@ -135,18 +136,17 @@ def catch(
         if around is not None:
             enter_wave(around)
     entering.clear()  # what entered must not count as a reference to what came out
+    caught.reverse()
     found: list[LeafGradient] = []
-    for number, node in enumerate(leaves):
-        if caught[number] is not None:
+    for node in leaves:
+        gradient = caught.pop()
+        if gradient is not None:
             leaf = node.variable
-            # Referred to by the list and by nobody else, if it can be taken over as it is.
-            found.append((leaf, adopt(caught[number], leaf, references=1), None))
+            # Nobody refers to it but our name, if it can be taken over as it is.
+            found.append((leaf, adopt(gradient, leaf, references=1), None))
     outgoing: list[Outgoing] = []
-    position = len(leaves)
     for node in graph.recvs:
-        end = position + len(node.received.outputs)
-        gradients = caught[position:end]
-        position = end
+        gradients = [caught.pop() for _ in node.received.outputs]
         for gradient in gradients:
             if gradient is not None:
                 outgoing.append(Outgoing(node.received, gradients))

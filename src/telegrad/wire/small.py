@@ -18,7 +18,7 @@ import ctypes
 import struct
 from collections.abc import Sequence
 from math import prod
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ __all__ = ["bytes_at", "pack_small", "unpack_small"]
 _HEAD: Final = struct.Struct("<BHI")
 _RECORDS: Final = tuple(struct.Struct(f"<BBB{n}H") for n in range(9))
 _MOST: Final = 255
+_MOST_KNOWN: Final = 1024
 _DAMAGES: Final = (
     struct.error,
     ValueError,
@@ -43,7 +44,6 @@ _DAMAGES: Final = (
 )
 _LIKE: Final = tuple(getattr(np, name, None) and np.dtype(name) for name in DTYPE_NAMES)
 """Numpy's names of what it has too."""
-_PADDING: Final = tuple(bytes(n) for n in range(ALIGNED + 1))
 _strided = torch.strided
 _ndarray = np.ndarray
 _from_numpy = torch.from_numpy
@@ -53,6 +53,29 @@ bytes_at = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t
     ctypes.cast(_bytes_from, ctypes.c_void_p).value or 0
 )
 """A copy of so many bytes at an address. `ctypes.string_at`, without what that adds."""
+
+
+class _Description(NamedTuple):
+    """How a tensor of some type and shape lies in a table."""
+
+    record: bytes
+    size: int
+    padding: bytes
+
+
+class _Layout(NamedTuple):
+    """What records say."""
+
+    tensors: Sequence[tuple[Any, torch.dtype, tuple[int, ...], int]]
+    """Of each: numpy's type, if it has one, its own, its sizes, and where its data begins."""
+    need_grad: Sequence[int]
+    held: int
+    """How many bytes of data they have."""
+
+
+# A training loop sends tensors of the same few shapes again and again.
+_descriptions: dict[tuple[torch.dtype, torch.Size, bool], _Description] = {}
+_layouts: dict[bytes, _Layout] = {}
 
 
 def pack_small(
@@ -77,48 +100,62 @@ def pack_small(
             or tensor.is_nested
         ):
             return None
+        keeps_grad = tensor.requires_grad and (is_grad_enabled() or is_leaf(tensor))
+        key = tensor.dtype, tensor.shape, keeps_grad
+        description = _descriptions.get(key) or _describe(key)
+        if description is None:
+            return None
+        record, size, padding = description
         times = 1
-        size = tensor.nbytes
         if not tensor.is_contiguous():
-            if not may_overlap or size >= INLINE_LIMIT:
+            if not may_overlap:
                 return None
             if any(tensor.stride()):
                 tensor = tensor.contiguous()
             else:
                 times = tensor.numel()  # one number, expanded, as the gradient of a sum is
-        code = CODES.get(tensor.dtype)
-        if not 0 < size < INLINE_LIMIT or code is None or tensor.__dict__:
+        if tensor.__dict__:
             return None
         try:
             address = tensor.data_ptr()
         except RuntimeError:  # inside of a transform of torch.func, say: the long way tells of it
             return None
-        shape = tensor.shape
-        ndim = len(shape)
-        if not address or ndim > 8 or tensor.is_neg() or tensor.is_conj():
+        if not address or tensor.is_neg() or tensor.is_conj():
             return None
-        if tensor.requires_grad and (is_grad_enabled() or is_leaf(tensor)):  # `keeps_grad`
+        if keeps_grad:
             grads.append(tensor)
-            records.append(_RECORDS[ndim].pack(ndim, code, 1, *shape))
-        else:
-            records.append(_RECORDS[ndim].pack(ndim, code, 0, *shape))
+        records.append(record)
         data.append(
             bytes_at(address, size) if times == 1 else bytes_at(address, size // times) * times
         )
-        if size & ALIGNED:
-            data.append(_PADDING[-size & ALIGNED])
+        if padding:
+            data.append(padding)
         if not may_overlap:
             regions.append((address, address + size))
     count = len(records)
-    if count > 1:
-        if count > _MOST or not _are_separate(regions):
-            return None
-        described, held = b"".join(records), b"".join(data)
-    elif count:
-        described, held = records[0], b"".join(data)
-    else:
-        described = held = b""
+    if count > 1 and (count > _MOST or not _are_separate(regions)):
+        return None
+    described, held = b"".join(records), b"".join(data)
     return _HEAD.pack(count, len(described), len(held)) + described + held, grads
+
+
+def _describe(key: tuple[torch.dtype, torch.Size, bool]) -> _Description | None:
+    """None for what there is no room for in a table."""
+    dtype, shape, keeps_grad = key
+    size = dtype.itemsize * prod(shape)
+    code = CODES.get(dtype)
+    if not 0 < size < INLINE_LIMIT or code is None or len(shape) >= len(_RECORDS):
+        return None
+    record = _RECORDS[len(shape)].pack(len(shape), code, keeps_grad, *shape)
+    description = _Description(record, size, bytes(-size & ALIGNED))
+    _remember(_descriptions, key, description)
+    return description
+
+
+def _remember(known: dict[Any, Any], key: Any, value: Any) -> None:
+    if len(known) >= _MOST_KNOWN:
+        known.clear()
+    known[key] = value
 
 
 def _are_separate(regions: list[tuple[int, int]]) -> bool:
@@ -131,7 +168,7 @@ def _are_separate(regions: list[tuple[int, int]]) -> bool:
     return True
 
 
-def unpack_small(payload: memoryview, position: int) -> tuple[list[Any], list[int], int]:
+def unpack_small(payload: memoryview, position: int) -> tuple[list[Any], Sequence[int], int]:
     """Reads a table.
 
     Returns:
@@ -142,42 +179,47 @@ def unpack_small(payload: memoryview, position: int) -> tuple[list[Any], list[in
         ProtocolError: it is damaged.
     """
     tensors: list[Any] = []
-    need_grad: list[int] = []
     try:
         count, described, held = _HEAD.unpack_from(payload, position)
         position += _HEAD.size
         start = position + described
         end = start + held
-        if end > len(payload):
-            raise ProtocolError("damaged tensor table: it is longer than its message")
+        records = bytes(payload[position:start])
+        layout = _layouts.get(records) or _layout_of(records)
+        if end > len(payload) or len(layout.tensors) != count or layout.held != held:
+            raise ProtocolError("damaged tensor table: its lengths are wrong")
         # One copy out of the payload; the tensors share and own it.
         data = bytearray(payload[start:end])
-        offset = 0
-        for number in range(count):
-            ndim, code, requires_grad, *shape = _RECORDS[payload[position]].unpack_from(
-                payload, position
-            )
-            position += 3 + 2 * ndim
-            dtype = DTYPES[code]
-            if dtype is None:
-                raise ProtocolError(f"this build of torch has no {DTYPE_NAMES[code]}")
-            like = _LIKE[code]
+        for like, dtype, shape, offset in layout.tensors:
             if like is not None:  # by way of numpy it takes half as long, and is not a view either
-                array = _ndarray(shape, like, data, offset)
-                tensor = _from_numpy(array)
-                size = array.nbytes
+                tensors.append(_from_numpy(_ndarray(shape, like, data, offset)))
             else:
                 tensor = torch.frombuffer(data, dtype=dtype, count=prod(shape), offset=offset)
-                tensor.resize_(shape)  # in place, so that it is not a view
-                size = tensor.nbytes
-            offset += size + (-size & ALIGNED)
-            if requires_grad:
-                if not (dtype.is_floating_point or dtype.is_complex):
-                    raise ProtocolError(f"damaged tensor table: {dtype} has no gradients")
-                need_grad.append(number)
-            tensors.append(tensor)
+                tensors.append(tensor.resize_(shape))  # in place, so that it is not a view
     except _DAMAGES as error:
         raise ProtocolError(f"damaged tensor table: {error}") from error
-    if position != start or offset != held:
-        raise ProtocolError("damaged tensor table: its lengths are wrong")
-    return tensors, need_grad, end
+    return tensors, layout.need_grad, end
+
+
+def _layout_of(records: bytes) -> _Layout:
+    tensors: list[tuple[Any, torch.dtype, tuple[int, ...], int]] = []
+    need_grad: list[int] = []
+    position = held = 0
+    while position < len(records):
+        ndim, code, requires_grad, *shape = _RECORDS[records[position]].unpack_from(
+            records, position
+        )
+        position += 3 + 2 * ndim
+        dtype = DTYPES[code]
+        if dtype is None:
+            raise ProtocolError(f"this build of torch has no {DTYPE_NAMES[code]}")
+        if requires_grad:
+            if not (dtype.is_floating_point or dtype.is_complex):
+                raise ProtocolError(f"damaged tensor table: {dtype} has no gradients")
+            need_grad.append(len(tensors))
+        tensors.append((_LIKE[code], dtype, tuple(shape), held))
+        size = dtype.itemsize * prod(shape)
+        held += size + (-size & ALIGNED)
+    layout = _Layout(tuple(tensors), tuple(need_grad), held)
+    _remember(_layouts, records, layout)
+    return layout
