@@ -331,7 +331,9 @@ def test_whatever_is_kept_stays_as_it_was(pair, seed):
                 kept.append((buffer, content))
 
     def some_contents():
-        sizes = chance.choices([SHARE_FROM, 2 * SHARE_FROM, LARGE, 100], k=chance.randrange(4))
+        sizes = chance.choices(
+            [SHARE_FROM, 2 * SHARE_FROM, LARGE, 100, 20_000, 0], k=chance.randrange(7)
+        )
         return [bytes([chance.randrange(256)]) * size for size in sizes]
 
     for _ in range(60):

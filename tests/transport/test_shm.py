@@ -162,7 +162,7 @@ def test_a_segment_that_has_been_used_again_needs_no_descriptor(pair):
 
 
 def test_more_segments_than_descriptors_fit_in_a_message(pair):
-    contents = [bytes([i]) * SHARE_FROM for i in range(150)]
+    contents = [bytes([i]) * LARGE for i in range(70)]
     sending = Background(
         lambda: pair.ends[0].send(Kind.CALL, buffers=[memoryview(c) for c in contents])
     )

@@ -63,6 +63,15 @@ def echo_of(megabytes: int) -> Case:
     return Case(name=f"echo of {megabytes} MB", prepare=prepare, mark=mark)
 
 
+def echo_of_many(count: int, elements: int, size: str) -> Case:
+    tensors = [torch.zeros(elements) for _ in range(count)]
+
+    def prepare(side: Side) -> Op:
+        return lambda: side.rpc.rpc_sync("worker1", echo, args=(tensors,))
+
+    return Case(name=f"echo of {count} tensors of {size}", prepare=prepare)
+
+
 def keep_busy(seconds: float) -> None:
     """Occupies the interpreter of its worker, as a training loop in Python does."""
     end = time.monotonic() + seconds
@@ -112,4 +121,6 @@ CASES = [
     Case(name="call to a worker busy with Python", prepare=busy_worker, per=5),
     *[threads(count) for count in (1, 2, 4, 8)],
     *[echo_of(megabytes) for megabytes in (1, 16, 64)],
+    echo_of_many(1000, 4, "16 B"),
+    echo_of_many(100, 90_000, "360 kB"),
 ]

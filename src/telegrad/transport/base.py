@@ -26,6 +26,7 @@ __all__ = [
     "Placed",
     "Transport",
     "TransportTimeout",
+    "aligned",
 ]
 
 
@@ -50,11 +51,17 @@ class Placed(NamedTuple):
     descriptor: int
 
 
+def aligned(offset: int) -> int:
+    """Where the next of several buffers begins that lie in one piece of shared memory."""
+    return -(-offset // 64) * 64
+
+
 class MemorySharing(Protocol):
     """Memory shared with one peer process: large buffers go through it, not through the socket."""
 
-    def lend(self, data: memoryview) -> Placed | None:
-        """Copies `data` in, or says None: send it."""
+    def lend(self, *data: memoryview) -> Placed | None:
+        """Copies buffers into one segment, each to the next `aligned` place, or says None: send
+        them."""
 
     def abandon(self, segments: Sequence[int]) -> None:
         """The message that these were lent for has not left whole: they are not used again."""
@@ -65,8 +72,9 @@ class MemorySharing(Protocol):
     def mislay(self, segments: Sequence[int]) -> None:
         """The peer may never get the message that these were handed back with."""
 
-    def take_back(self, segment: int, length: int) -> Any:
-        """The buffer in one's own segment, which the peer has handed back."""
+    def take_back(self, segment: int, length: int | None) -> Any:
+        """The buffer in one's own segment, which the peer has handed back; all of it if no length
+        is given."""
 
     def learn(self, segment: int, descriptor: int) -> None:
         """The peer has announced a segment of its own.
@@ -78,9 +86,9 @@ class MemorySharing(Protocol):
     def decline(self, segment: int) -> None:
         """The peer has announced a segment that cannot be taken."""
 
-    def borrow(self, segment: int, length: int) -> tuple[Any, Loan]:
-        """The buffer in the peer's segment, and the loan of it. Dropping the buffer gives the
-        segment back, unless somebody holds the loan."""
+    def borrow(self, segment: int, length: int | None) -> tuple[Any, Loan]:
+        """The buffer in the peer's segment, or all of it, and the loan of it. Dropping the buffer
+        gives the segment back, unless somebody holds the loan."""
 
 
 class Connection(Protocol):

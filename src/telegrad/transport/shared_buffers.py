@@ -9,13 +9,14 @@ from __future__ import annotations
 import array
 import collections
 import errno
+import itertools
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from telegrad.errors import ProtocolError
-from telegrad.transport.base import MemorySharing
+from telegrad.transport.base import MemorySharing, Placed, aligned
 from telegrad.wire.frames import BUFFER, Loan
 
 __all__ = ["ANCILLARY", "Placement", "SharedBuffers"]
@@ -27,29 +28,79 @@ ANCILLARY = socket.CMSG_SPACE(_MOST_DESCRIPTORS * array.array("i").itemsize)
 # Notes of a buffer:
 _NEW_SEGMENT = 1  # its segment's file descriptor comes with this frame
 _HANDED_BACK = 2  # its segment is the reader's own
+_BUNDLED = 4  # it lies there behind the buffers of this frame that name the segment before
+
+# Those that are smaller lie in one segment together: each would take a system call of its own on
+# the socket, and a segment of its own takes a descriptor at both ends. A tensor that is kept keeps
+# all of its segment.
+_ALONE_FROM = 1 << 20
+_BUNDLE = 1 << 22
 
 
 class Placement:
-    """Where the buffers of a message go.
+    """Where the buffers of a message go: on the stream, unless they are shared."""
 
-    Attributes:
-        table: tells the reader.
-        streamed: those that follow on the stream.
-        descriptors: to be passed with the message.
-    """
+    __slots__ = ("_announced", "_buffers", "_entries", "handed_back", "lent")
 
-    __slots__ = ("descriptors", "handed_back", "lent", "streamed", "table")
-
-    def __init__(self) -> None:
-        self.table = bytearray()
-        self.streamed: list[memoryview] = []
-        self.descriptors: list[int] = []
+    def __init__(self, buffers: Sequence[memoryview]) -> None:
+        self._buffers = buffers
+        self._entries = [(buffer.nbytes, 0, 0) for buffer in buffers]
+        self._announced: list[tuple[int, int]] = []  # a buffer, and its segment's descriptor
         self.lent: list[int] = []
         self.handed_back: list[int] = []
 
-    def stream(self, buffer: memoryview) -> None:
-        self.table += BUFFER.pack(buffer.nbytes, 0, 0)
-        self.streamed.append(buffer)
+    def share(self, numbers: Sequence[int], placed: Placed) -> None:
+        """Buffers of these numbers lie in a segment."""
+        note = 0
+        if placed.is_handed_back:
+            note = _HANDED_BACK
+            self.handed_back.append(placed.segment)
+        else:
+            self.lent.append(placed.segment)
+            if placed.descriptor >= 0:
+                note = _NEW_SEGMENT
+                self._announced.append((numbers[0], placed.descriptor))
+        for number in numbers:
+            bundled = _BUNDLED if len(numbers) > 1 else 0
+            self._entries[number] = self._entries[number][0], placed.segment, note | bundled
+            note = 0
+
+    @property
+    def has_room(self) -> bool:
+        """Whether there is room for another descriptor in the message."""
+        return len(self._announced) < _MOST_DESCRIPTORS
+
+    @property
+    def table(self) -> bytes:
+        """Tells the reader."""
+        return b"".join(itertools.starmap(BUFFER.pack, self._entries))
+
+    @property
+    def streamed(self) -> list[memoryview]:
+        """Those that follow on the stream."""
+        return [b for b, entry in zip(self._buffers, self._entries, strict=True) if not entry[1]]
+
+    @property
+    def descriptors(self) -> list[int]:
+        """To be passed with the message."""
+        return [descriptor for _, descriptor in sorted(self._announced)]
+
+
+def _bundles(buffers: Sequence[memoryview]) -> Iterator[list[int]]:
+    """The numbers of those that go into one segment."""
+    bundle: list[int] = []
+    size = 0
+    for number, buffer in enumerate(buffers):
+        if buffer.nbytes >= _ALONE_FROM:
+            yield [number]
+        elif buffer.nbytes:
+            if size + buffer.nbytes > _BUNDLE:
+                yield bundle
+                bundle, size = [], 0
+            bundle.append(number)
+            size = aligned(size + buffer.nbytes)
+    if bundle:
+        yield bundle
 
 
 class SharedBuffers:
@@ -64,38 +115,26 @@ class SharedBuffers:
         # drops those of a message, or the last of them.
         self._arrived: collections.deque[collections.deque[int]] = collections.deque()
         self._of_message: collections.deque[int] | None = None  # of that which is being read
+        # The bundles of that message, as far as they have not been read; None for one that cannot.
+        self._bundles: dict[int, memoryview | None] = {}
         self._handed_back: list[int] = []  # what the other end may not have received yet
 
     def place(self, buffers: Sequence[memoryview]) -> Placement:
         """Copies buffers into shared memory, as far as there is room."""
         if self._handed_back:
             self._handed_back = self._memory.in_flight(self._handed_back)
-        placement = Placement()
+        placement = Placement(buffers)
         try:
-            for buffer in buffers:
-                self._place(buffer, placement)
+            for numbers in _bundles(buffers):
+                if not placement.has_room:
+                    break
+                placed = self._memory.lend(*[buffers[number] for number in numbers])
+                if placed is not None:
+                    placement.share(numbers, placed)
         except BaseException:  # Ctrl-C: the message will not be sent
             self.not_sent(placement)
             raise
         return placement
-
-    def _place(self, buffer: memoryview, placement: Placement) -> None:
-        placed = None
-        if len(placement.descriptors) < _MOST_DESCRIPTORS:
-            placed = self._memory.lend(buffer)
-        if placed is None:
-            placement.stream(buffer)
-            return
-        note = 0
-        if placed.is_handed_back:
-            note = _HANDED_BACK
-            placement.handed_back.append(placed.segment)
-        else:
-            placement.lent.append(placed.segment)
-            if placed.descriptor >= 0:
-                note = _NEW_SEGMENT
-                placement.descriptors.append(placed.descriptor)
-        placement.table += BUFFER.pack(buffer.nbytes, placed.segment, note)
 
     def sent(self, placement: Placement) -> None:
         """The message has left."""
@@ -111,8 +150,22 @@ class SharedBuffers:
         is no descriptor or no memory for it here.
 
         Raises:
-            ProtocolError: there is no such segment.
+            ProtocolError: there is no such segment, or it is too small.
         """
+        if not note & _BUNDLED:
+            return self._segment(segment, note, length, loans)
+        if segment not in self._bundles:
+            whole = self._segment(segment, note, None, loans)
+            self._bundles[segment] = None if whole is None else memoryview(whole).cast("B")
+        rest = self._bundles[segment]
+        if rest is None:
+            return None
+        if length > len(rest):
+            raise ProtocolError(f"shared-memory segment {segment} is too small for its buffers")
+        self._bundles[segment] = rest[aligned(length) :]
+        return rest[:length]
+
+    def _segment(self, segment: int, note: int, length: int | None, loans: list[Loan]) -> Any:
         if note & _HANDED_BACK:
             return self._memory.take_back(segment, length)
         if note & _NEW_SEGMENT:
@@ -151,6 +204,7 @@ class SharedBuffers:
 
     def message_read(self) -> None:
         """The descriptors that follow are another's."""
+        self._bundles.clear()
         if self._of_message is not None:
             _close_all(self._of_message)
             self._of_message = None

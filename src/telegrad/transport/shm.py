@@ -46,7 +46,7 @@ import numpy
 
 from telegrad.errors import ProtocolError
 from telegrad.forks import leave_at_fork
-from telegrad.transport.base import Placed
+from telegrad.transport.base import Placed, aligned
 from telegrad.wire.memory import lend, size_class
 
 __all__ = ["SHARE_FROM", "SharedMemory", "is_available", "map_sealed", "sealed_memory"]
@@ -147,7 +147,7 @@ class _Loan:
         except IndexError:
             return False
 
-    def hand_back(self, data: memoryview) -> bool:
+    def hand_back(self, data: Sequence[memoryview]) -> bool:
         """Fills it for its owner. It must have been claimed."""
         filled = _FREE  # if it is not, because of Ctrl-C
         try:
@@ -184,8 +184,8 @@ class SharedMemory:
         self._declined: list[int] = []  # the peer's that could not be taken, and it does not know
         leave_at_fork(self)
 
-    def lend(self, data: memoryview) -> Placed | None:
-        length = data.nbytes
+    def lend(self, *data: memoryview) -> Placed | None:
+        length = _length_of(data)
         if length < SHARE_FROM:
             return None
         if self._spares:
@@ -210,8 +210,9 @@ class SharedMemory:
 
     def _fitting_spare(self, length: int) -> _Loan | None:
         """A segment of the peer's that is no longer used here, and is the caller's from now on."""
+        most = _most_for(length)
         for spare in list(self._spares):
-            if _fits(length, len(spare.mapping) - _DATA) and spare.claim():
+            if length <= len(spare.mapping) - _DATA <= most and spare.claim():
                 self._spares.pop(spare, None)
                 if spare.mapping[0] == _LENT:
                     return spare
@@ -221,9 +222,10 @@ class SharedMemory:
         if self._closed or self._refused:
             return None
         best: _Segment | None = None
+        most = _most_for(length)
         for segment in self._own.values():
             if (
-                _fits(length, segment.size)
+                length <= segment.size <= most
                 and segment.mapping[0] == _FREE
                 and (best is None or segment.size < best.size)
             ):
@@ -249,10 +251,17 @@ class SharedMemory:
                 if segment is not None:
                     segment.retire()
 
-    def take_back(self, segment: int, length: int) -> Any:
+    def take_back(self, segment: int, length: int | None) -> Any:
         with self._lock:
             own = self._own.get(segment)
-        if own is None or length > own.size or own.mapping[0] not in (_HANDED, _LOST):
+        if length is None and own is not None:
+            length = own.size
+        if (
+            own is None
+            or length is None
+            or length > own.size
+            or own.mapping[0] not in (_HANDED, _LOST)
+        ):
             raise ProtocolError(f"shared-memory segment {segment} was not lent, or is too small")
         mapping = own.mapping
         mapping[0] = _KEPT
@@ -295,10 +304,12 @@ class SharedMemory:
             declined, self._declined = self._declined, []
         return declined
 
-    def borrow(self, segment: int, length: int) -> tuple[Any, _Loan]:
+    def borrow(self, segment: int, length: int | None) -> tuple[Any, _Loan]:
         with self._lock:
             mapping = self._theirs.get(segment)
-        if mapping is None or length > len(mapping) - _DATA:
+        if length is None and mapping is not None:
+            length = len(mapping) - _DATA
+        if mapping is None or length is None or length > len(mapping) - _DATA:
             raise ProtocolError(f"shared-memory segment {segment} is not known, or too small")
         loan = _Loan(segment, mapping, self._spares)
         return lend(mapping, _DATA, length, loan.unused), loan
@@ -402,14 +413,27 @@ def _data_of(mapping: mmap.mmap) -> Any:
     return numpy.frombuffer(mapping, numpy.uint8, offset=_DATA)
 
 
-def _copy(data: memoryview, into: Any) -> None:
+def _length_of(data: Sequence[memoryview]) -> int:
+    """How much room buffers need in one segment."""
+    length = 0
+    for buffer in data:
+        length = aligned(length) + buffer.nbytes
+    return length
+
+
+def _copy(data: Sequence[memoryview], into: Any) -> None:
     # numpy copies without the interpreter lock, and on this core alone: torch would wake its whole
     # thread team for 1 MB, and on a busy machine wait for the slowest.
-    numpy.copyto(into[: data.nbytes], numpy.frombuffer(data, numpy.uint8))
+    offset = 0
+    for buffer in data:
+        start = aligned(offset)
+        offset = start + buffer.nbytes
+        numpy.copyto(into[start:offset], numpy.frombuffer(buffer, numpy.uint8))
 
 
-def _fits(length: int, size: int) -> bool:
-    return length <= size <= 2 * size_class(length)
+def _most_for(length: int) -> int:
+    """The size of the largest segment that so much may be put into."""
+    return 2 * size_class(length)
 
 
 def _free_again(mapping: mmap.mmap) -> None:

@@ -89,12 +89,7 @@ class SocketConnection(SocketBytes):
             return
         self._frames_sent += 1
         shared = self._shared
-        if shared is None:
-            placement = Placement()
-            for buffer in buffers:
-                placement.stream(buffer)
-        else:
-            placement = shared.place(buffers)
+        placement = Placement(buffers) if shared is None else shared.place(buffers)
         try:
             parts = [header, placement.table, *body, *placement.streamed]
             self._write(parts, placement.descriptors, sum(len(part) for part in parts))

@@ -43,7 +43,7 @@ __all__ = [
     "whole_frame",
 ]
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 MAGIC = 0x4754  # "TG", read as little-endian
 
 HEADER = struct.Struct("<HBBIqqqI")

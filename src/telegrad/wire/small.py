@@ -1,4 +1,4 @@
-"""A few small tensors, the short way.
+"""Small tensors, the short way.
 
 Most messages of a training step hold one or two small tensors and little else. What counts there is
 not bytes but steps, so these have a table of their own, which can say less and is written and read
@@ -30,10 +30,11 @@ from telegrad.wire.tensors import ALIGNED, CODES, DTYPE_NAMES, DTYPES, INLINE_LI
 
 __all__ = ["bytes_at", "pack_small", "unpack_small"]
 
-_HEAD: Final = struct.Struct("<BHI")
+_HEAD: Final = struct.Struct("<HII")
 _RECORDS: Final = tuple(struct.Struct(f"<BBB{n}H") for n in range(9))
-_MOST: Final = 255
+_MOST: Final = 0xFFFF
 _MOST_KNOWN: Final = 1024
+_LONGEST_KNOWN: Final = 256  # bytes of records
 _DAMAGES: Final = (
     struct.error,
     ValueError,
@@ -88,6 +89,8 @@ def pack_small(
     """
     if forward_ad._current_level >= 0:  # there may be dual tensors, which have to be refused
         return None
+    if len(tensors) > _MOST:
+        return None
     records: list[bytes] = []
     data: list[bytes] = []
     grads: list[Tensor] = []
@@ -133,7 +136,7 @@ def pack_small(
         if not may_overlap:
             regions.append((address, address + size))
     count = len(records)
-    if count > 1 and (count > _MOST or not _are_separate(regions)):
+    if count > 1 and not _are_separate(regions):
         return None
     described, held = b"".join(records), b"".join(data)
     return _HEAD.pack(count, len(described), len(held)) + described + held, grads
@@ -221,5 +224,6 @@ def _layout_of(records: bytes) -> _Layout:
         size = dtype.itemsize * prod(shape)
         held += size + (-size & ALIGNED)
     layout = _Layout(tuple(tensors), tuple(need_grad), held)
-    _remember(_layouts, records, layout)
+    if len(records) <= _LONGEST_KNOWN:
+        _remember(_layouts, records, layout)
     return layout
