@@ -18,7 +18,7 @@ from telegrad.wire.frames import BUFFER, Kind, Limits, pack_header
 from telegrad.wire.memory import BufferPool
 
 MEDIUM = 20_000
-NEW, BUNDLED = 1, 4
+NEW = 1
 
 
 @pytest.fixture
@@ -118,11 +118,11 @@ def test_without_a_descriptor_a_message_is_unread_and_the_next_is_read(pair):
 @pytest.mark.parametrize(
     ("entries", "complaint"),
     [
-        ([(SHARE_FROM, 1, NEW | BUNDLED), (SHARE_FROM, 2, BUNDLED)], "not known"),
-        ([(SHARE_FROM, 1, NEW | BUNDLED), (LARGE, 1, BUNDLED)], "too small for its buffers"),
-        ([(2 * LARGE, 1, NEW | BUNDLED)], "too small for its buffers"),
-        ([(100, 1, BUNDLED)], "not known"),
-        ([(100, 1, NEW | BUNDLED)] * 2 + [(LARGE, 1, BUNDLED)], "too small for its buffers"),
+        ([(SHARE_FROM, 1, NEW), (SHARE_FROM, 2, 0)], "not known"),
+        ([(SHARE_FROM, 1, NEW), (LARGE, 1, 0)], "too small for its buffers"),
+        ([(2 * LARGE, 1, NEW)], "too small for its buffers"),
+        ([(100, 1, 0)], "not known"),
+        ([(100, 1, NEW)] * 2 + [(LARGE, 1, 0)], "too small for its buffers"),
     ],
 )
 def test_a_bundle_that_cannot_be_is_refused(entries, complaint):

@@ -281,12 +281,11 @@ def test_only_what_was_lent_is_taken_back(pair):
     pair.send(bytes(LARGE))
     (number,) = pair.lender._own
     with pytest.raises(ProtocolError, match="was not lent"):
-        pair.lender.take_back(number, LARGE)  # given back, but not handed back
+        pair.lender.take_back(number)  # given back, but not handed back
     with pytest.raises(ProtocolError, match="was not lent"):
-        pair.lender.take_back(number + 1, LARGE)
+        pair.lender.take_back(number + 1)
     pair.lender._own[number].mapping[0] = shm._HANDED
-    with pytest.raises(ProtocolError, match="too small"):
-        pair.lender.take_back(number, 2 * LARGE)
+    assert len(pair.lender.take_back(number)) >= LARGE
 
 
 def test_a_loan_ends_once_whoever_is_first():
@@ -305,7 +304,7 @@ def test_a_loan_ends_once_whoever_is_first():
 def end_a_loan_twice(memory):
     mapping = memory._theirs[1]
     mapping[0] = shm._LENT
-    buffer, loan = memory.borrow(1, SHARE_FROM)
+    buffer, loan = memory.borrow(1)
     loan.hold()
     held = [buffer]
     del buffer

@@ -316,14 +316,12 @@ def test_something_else_than_memory_is_refused():
             memory.learn(1, os.open("/dev/null", os.O_RDONLY))
 
 
-def test_a_segment_is_not_borrowed_beyond_its_size_or_unknown():
+def test_a_segment_is_borrowed_whole_and_only_if_it_is_known():
     with borrowing() as memory:
         memory.learn(1, segment_descriptor(mmap.PAGESIZE + 100))
-        assert len(memory.borrow(1, 100)[0]) == 100
-        with pytest.raises(ProtocolError, match="not known, or too small"):
-            memory.borrow(1, 101)
-        with pytest.raises(ProtocolError, match="not known, or too small"):
-            memory.borrow(2, 1)
+        assert len(memory.borrow(1)[0]) == 100
+        with pytest.raises(ProtocolError, match="not known"):
+            memory.borrow(2)
 
 
 @contextlib.contextmanager

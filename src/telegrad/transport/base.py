@@ -14,7 +14,7 @@ once. `accept` ends when the listener is closed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from telegrad.wire.frames import Frame, Kind, Loan
 
@@ -72,9 +72,8 @@ class MemorySharing(Protocol):
     def mislay(self, segments: Sequence[int]) -> None:
         """The peer may never get the message that these were handed back with."""
 
-    def take_back(self, segment: int, length: int | None) -> Any:
-        """The buffer in one's own segment, which the peer has handed back; all of it if no length
-        is given."""
+    def take_back(self, segment: int) -> memoryview:
+        """One's own segment, which the peer has handed back."""
 
     def learn(self, segment: int, descriptor: int) -> None:
         """The peer has announced a segment of its own.
@@ -86,9 +85,9 @@ class MemorySharing(Protocol):
     def decline(self, segment: int) -> None:
         """The peer has announced a segment that cannot be taken."""
 
-    def borrow(self, segment: int, length: int | None) -> tuple[Any, Loan]:
-        """The buffer in the peer's segment, or all of it, and the loan of it. Dropping the buffer
-        gives the segment back, unless somebody holds the loan."""
+    def borrow(self, segment: int) -> tuple[memoryview, Loan]:
+        """The peer's segment, and the loan of it. When nobody has a view of it any more it is given
+        back, unless somebody holds the loan."""
 
 
 class Connection(Protocol):

@@ -28,7 +28,6 @@ ANCILLARY = socket.CMSG_SPACE(_MOST_DESCRIPTORS * array.array("i").itemsize)
 # Notes of a buffer:
 _NEW_SEGMENT = 1  # its segment's file descriptor comes with this frame
 _HANDED_BACK = 2  # its segment is the reader's own
-_BUNDLED = 4  # it lies there behind the buffers of this frame that name the segment before
 
 # Those that are smaller lie in one segment together: each would take a system call of its own on
 # the socket, and a segment of its own takes a descriptor at both ends. A tensor that is kept keeps
@@ -61,8 +60,7 @@ class Placement:
                 note = _NEW_SEGMENT
                 self._announced.append((numbers[0], placed.descriptor))
         for number in numbers:
-            bundled = _BUNDLED if len(numbers) > 1 else 0
-            self._entries[number] = self._entries[number][0], placed.segment, note | bundled
+            self._entries[number] = self._entries[number][0], placed.segment, note
             note = 0
 
     @property
@@ -115,8 +113,9 @@ class SharedBuffers:
         # drops those of a message, or the last of them.
         self._arrived: collections.deque[collections.deque[int]] = collections.deque()
         self._of_message: collections.deque[int] | None = None  # of that which is being read
-        # The bundles of that message, as far as they have not been read; None for one that cannot.
-        self._bundles: dict[int, memoryview | None] = {}
+        # The segments of that message, from where on they have not been read; None for one that
+        # cannot be.
+        self._unread: dict[int, memoryview | None] = {}
         self._handed_back: list[int] = []  # what the other end may not have received yet
 
     def place(self, buffers: Sequence[memoryview]) -> Placement:
@@ -152,31 +151,29 @@ class SharedBuffers:
         Raises:
             ProtocolError: there is no such segment, or it is too small.
         """
-        if not note & _BUNDLED:
-            return self._segment(segment, note, length, loans)
-        if segment not in self._bundles:
-            whole = self._segment(segment, note, None, loans)
-            self._bundles[segment] = None if whole is None else memoryview(whole).cast("B")
-        rest = self._bundles[segment]
+        if segment not in self._unread:
+            self._unread[segment] = self._segment(segment, note, loans)
+        rest = self._unread[segment]
         if rest is None:
             return None
         if length > len(rest):
             raise ProtocolError(f"shared-memory segment {segment} is too small for its buffers")
-        self._bundles[segment] = rest[aligned(length) :]
+        self._unread[segment] = rest[aligned(length) :]
         return rest[:length]
 
-    def _segment(self, segment: int, note: int, length: int | None, loans: list[Loan]) -> Any:
+    def _segment(self, segment: int, note: int, loans: list[Loan]) -> memoryview | None:
+        """All of a segment."""
         if note & _HANDED_BACK:
-            return self._memory.take_back(segment, length)
+            return self._memory.take_back(segment)
         if note & _NEW_SEGMENT:
             try:
                 self._memory.learn(segment, self.next_descriptor())
             except OSError:
                 self._memory.decline(segment)
                 return None
-        buffer, loan = self._memory.borrow(segment, length)
+        memory, loan = self._memory.borrow(segment)
         loans.append(loan)
-        return buffer
+        return memory
 
     def keep_descriptors(self, ancillary: Sequence[tuple[int, int, bytes]]) -> None:
         """Takes what has come beside the bytes of the stream: the kernel reads no further than the
@@ -204,7 +201,7 @@ class SharedBuffers:
 
     def message_read(self) -> None:
         """The descriptors that follow are another's."""
-        self._bundles.clear()
+        self._unread.clear()
         if self._of_message is not None:
             _close_all(self._of_message)
             self._of_message = None

@@ -39,7 +39,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy
@@ -251,22 +251,15 @@ class SharedMemory:
                 if segment is not None:
                     segment.retire()
 
-    def take_back(self, segment: int, length: int | None) -> Any:
+    def take_back(self, segment: int) -> memoryview:
         with self._lock:
             own = self._own.get(segment)
-        if length is None and own is not None:
-            length = own.size
-        if (
-            own is None
-            or length is None
-            or length > own.size
-            or own.mapping[0] not in (_HANDED, _LOST)
-        ):
-            raise ProtocolError(f"shared-memory segment {segment} was not lent, or is too small")
+        if own is None or own.mapping[0] not in (_HANDED, _LOST):
+            raise ProtocolError(f"shared-memory segment {segment} was not lent")
         mapping = own.mapping
         mapping[0] = _KEPT
         own.lost_at = None
-        return lend(mapping, _DATA, length, lambda: _free_again(mapping))
+        return _view(mapping, lambda: _free_again(mapping))
 
     def in_flight(self, segments: Sequence[int]) -> list[int]:
         with self._lock:
@@ -304,15 +297,13 @@ class SharedMemory:
             declined, self._declined = self._declined, []
         return declined
 
-    def borrow(self, segment: int, length: int | None) -> tuple[Any, _Loan]:
+    def borrow(self, segment: int) -> tuple[memoryview, _Loan]:
         with self._lock:
             mapping = self._theirs.get(segment)
-        if length is None and mapping is not None:
-            length = len(mapping) - _DATA
-        if mapping is None or length is None or length > len(mapping) - _DATA:
-            raise ProtocolError(f"shared-memory segment {segment} is not known, or too small")
+        if mapping is None:
+            raise ProtocolError(f"shared-memory segment {segment} is not known")
         loan = _Loan(segment, mapping, self._spares)
-        return lend(mapping, _DATA, length, loan.unused), loan
+        return _view(mapping, loan.unused), loan
 
     def trim(self, now: float) -> None:
         """Lets go of segments that have been free for a while, or are over the limit."""
@@ -411,6 +402,11 @@ def _map(descriptor: int, size: int) -> mmap.mmap:
 
 def _data_of(mapping: mmap.mmap) -> Any:
     return numpy.frombuffer(mapping, numpy.uint8, offset=_DATA)
+
+
+def _view(mapping: mmap.mmap, unused: Callable[[], None]) -> memoryview:
+    """The data of a segment; `unused` is called when nobody has a view of it any more."""
+    return memoryview(lend(mapping, _DATA, len(mapping) - _DATA, unused)).cast("B")
 
 
 def _length_of(data: Sequence[memoryview]) -> int:
