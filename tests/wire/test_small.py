@@ -87,7 +87,7 @@ OTHERS = {
     "lazily zero": (torch._efficientzerotensor((3,)),),
     "something else": (torch.ones(2), [3]),
     "of a type of its own": (torch.ones(2), torch.float64),
-    "too many": (torch.ones(1),) * 0x10000,
+    "too many": torch.ones(0x10000).split(1),
 }
 
 
