@@ -10,6 +10,7 @@ import threading
 import pytest
 
 from telegrad import rpc
+from telegrad.errors import WorkerLost
 from telegrad.rpc.gather import Gatherings
 from telegrad.rpc.service import Service
 from telegrad.rpc.worker_info import WorkerInfo
@@ -47,9 +48,9 @@ class Leader:
     def is_lost(self, worker):
         return True
 
-    def hear(self, source, value):
+    def hear(self, source, value, number=0, before=None):
         """A participant's request comes in."""
-        body = self.codec.encode((((0, 1, 2), 0), False, value), source).payload
+        body = self.codec.encode((((0, 1, 2), number), False, value, before), source).payload
         frame = Frame(Kind.GATHER, 0, source, -1, -1, body, [])
         self.service.serve(source, frame, self.send)
 
@@ -135,3 +136,101 @@ def test_a_leader_that_ends_at_once_has_answered_everybody(tmp_path, attempt):
     assert [process.exitcode for process in group] == [0] * WORKERS
     for here, _ in lines[1:]:
         assert here.recv() == {f"worker{rank}": rank for rank in range(WORKERS)}
+
+
+# -- the leader's death
+
+
+def end_together(rank, init_method, answers, is_over):
+    """A graceful end, in which the leader dies when it has answered so many of the others."""
+    options = rpc.RpcOptions(init_method=init_method)
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=WORKERS, rpc_backend_options=options)
+    rpc._all_gather(rank)
+    if rank == 0:
+        answer = Service.answer
+        left = itertools.count(answers, -1)
+
+        def answer_or_die(service, source, frame, *args):
+            if frame.kind is Kind.GATHER and not next(left):
+                os._exit(0)
+            answer(service, source, frame, *args)
+
+        Service.answer = answer_or_die
+    rpc.shutdown()
+    is_over.send(rank)
+
+
+@pytest.mark.parametrize("answers", range(3 * WORKERS))  # as many as there are
+def test_all_others_end_though_the_leader_has_answered_only_some(tmp_path, answers):
+    here, there = processes.Pipe(duplex=False)
+    group = [
+        processes.Process(
+            target=end_together, args=(rank, f"file://{tmp_path}/store", answers, there)
+        )
+        for rank in range(WORKERS)
+    ]
+    for process in group:
+        process.start()
+    for process in group:
+        process.join(PATIENCE)
+    stuck = [rank for rank, process in enumerate(group) if process.is_alive()]
+    for rank in stuck:
+        group[rank].kill()
+    assert stuck == []
+    assert [process.exitcode for process in group] == [0] * WORKERS
+    assert sorted(here.recv() for _ in range(WORKERS - 1)) == [1, 2, 3]
+
+
+def meet_without_a_leader(rank, init_method, found):
+    options = rpc.RpcOptions(init_method=init_method)
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=WORKERS, rpc_backend_options=options)
+    rpc._all_gather(rank)
+    if rank == 0:
+        os._exit(0)
+    try:
+        found.send(rpc._all_gather(rank))
+    except WorkerLost as error:
+        found.send(error.worker)
+    rpc.shutdown()
+
+
+def test_where_losses_are_not_forgiven_that_of_the_leader_is_told(tmp_path):
+    lines = [processes.Pipe(duplex=False) for _ in range(WORKERS)]
+    group = [
+        processes.Process(
+            target=meet_without_a_leader, args=(rank, f"file://{tmp_path}/store", line[1])
+        )
+        for rank, line in enumerate(lines)
+    ]
+    for process in group:
+        process.start()
+    for process in group:
+        process.join(PATIENCE)
+    assert [process.exitcode for process in group] == [0] * WORKERS
+    assert [here.recv() for here, _ in lines[1:]] == ["worker0"] * (WORKERS - 1)
+
+
+def test_who_has_gone_on_brings_along_what_the_leader_had_told_it():
+    """Worker 2 has had its answer, worker 1 and this one have not; worker 1 comes twice."""
+    leader = Leader()
+    Gatherings(leader)
+    told = {0: "a", 1: "b", 2: "c"}
+    leader.hear(1, "b")
+    assert leader.answered == []
+    leader.hear(2, "d", number=1, before=(0, told))
+    assert leader.answered == [(1, told)]
+    leader.hear(0, "a")
+    assert leader.answered == [(1, told), (0, told)]
+    leader.hear(1, "e", number=1, before=(0, told))  # which is known, and answers nobody again
+    leader.hear(0, "f", number=1, before=(0, told))
+    assert sorted(leader.answered[2:]) == [(n, {0: "f", 1: "e", 2: "d"}) for n in range(3)]
+
+
+def test_who_was_taken_for_lost_is_told_that_the_others_have_met():
+    leader = Leader()
+    gatherings = Gatherings(leader)
+    gatherings._learn((0, 1, 2), 1, {0: None, 1: None})
+    leader.hear(2, None)  # to the one before
+    ((call, text),) = leader.answered
+    assert call == 2
+    assert "have met without this worker" in text

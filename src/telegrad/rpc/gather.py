@@ -7,6 +7,10 @@ same one on each of them.
 
 The wait ends when all have told; when a participant is lost (`WorkerLost`, or it is left out, if
 losses are to be forgiven); or when the time is over.
+
+Where losses are forgiven the next id leads if the leader is lost. It may have been lost when it had
+answered some, who have gone on to the next gathering and do not come to this one again. So whoever
+comes to a gathering brings along what the one before has found, for those who are still there.
 """
 
 from __future__ import annotations
@@ -52,6 +56,8 @@ class Gatherings:
         self._open: dict[_Key, _Gathering] = {}
         self._counts: collections.Counter[tuple[int, ...]] = collections.Counter()
         self._lost: set[int] = set()
+        # What the latest that forgives losses has gathered, as far as it is known here.
+        self._found: dict[tuple[int, ...], tuple[int, dict[int, Any]]] = {}
         agent.service.handle_frame(Kind.GATHER, self._on_told)
         agent.watch_losses(self._on_lost)
 
@@ -76,36 +82,61 @@ class Gatherings:
         with self._lock:
             number = self._counts[participants]
             self._counts[participants] += 1
+            before = self._found.get(participants)
         key = (participants, number)
         for leader in participants:
-            message = (key, forgive_losses, value)
+            message = (key, forgive_losses, value, before)
             try:
                 answer = self._agent.request(leader, Kind.GATHER, message, timeout=timeout)
                 found: dict[int, Any] = answer.wait()
-                return found
             except WorkerLost as error:
                 name = self._agent.network.members.name_of(leader)
                 if not forgive_losses or error.worker != name:
                     raise
-                # The leader itself is lost: the next one leads.
+                continue  # the leader itself is lost: the next one leads
+            if forgive_losses:
+                self._learn(participants, number, found)
+            return found
         raise WorkerLost("nobody is left to gather with")
 
-    def _on_told(self, source: int, frame: Frame, send: Send) -> None:
-        key, forgives_losses, value = self._agent.service.decode(source, frame, frame.body)
-        frame.buffers = []
+    def _learn(self, participants: tuple[int, ...], number: int, found: dict[int, Any]) -> None:
+        """A gathering is over. Whoever asks here for it has had no answer from its leader, which
+        may have died when it had answered some: they get what those got."""
         with self._lock:
-            gathering = self._open.get(key)
-            is_new = gathering is None
-            if gathering is None:
-                gathering = self._open[key] = _Gathering(set(key[0]), forgives_losses)
-            gathering.awaited.discard(source)
-            gathering.told[source] = value
-            gathering.questions[source] = _Question(frame, send)
+            if number <= self._found.get(participants, (-1,))[0]:
+                return
+            self._found[participants] = number, found
+            gathering = self._open.pop((participants, number), None)
+        if gathering is not None:
+            gathering.told = found
+            self._finish(gathering, None)
+
+    def _on_told(self, source: int, frame: Frame, send: Send) -> None:
+        service = self._agent.service
+        key, forgives_losses, value, before = service.decode(source, frame, frame.body)
+        participants, number = key
+        frame.buffers = []
+        if before is not None:
+            self._learn(participants, *before)
+        with self._lock:
+            latest, found = self._found.get(participants, (-1, {}))
+            is_new = latest < number and key not in self._open
+            if is_new:
+                self._open[key] = _Gathering(set(participants), forgives_losses)
+            if latest < number:
+                gathering = self._open[key]
+                gathering.awaited.discard(source)
+                gathering.told[source] = value
+                gathering.questions[source] = _Question(frame, send)
+        if latest == number:
+            service.answer(source, frame, send, found)
+        elif latest > number:
+            raise WorkerLost("the others have met without this worker: they took it for lost")
         if is_new:
             # One that dies without ever having spoken to this worker must be noticed as well. One
             # that is lost has been: to knock there again may take as long as any connection.
             network = self._agent.network
-            for worker in key[0]:
+            for worker in participants:
                 if not network.members.is_lost(worker):
                     network.work.submit(partial(network.members.watch, worker))
         self._proceed()
