@@ -68,8 +68,8 @@ def run() -> list[Result]:
     for name, step in (
         ("64 MB of activations each way", _activation_step),
         (f"a remote {_WIDTH}-wide MLP", _layer_step),
-        ("6 remote layers, each with 40 MB and as much of activations", _chain_step),
-        ("such layers, and without a backward pass", _forward_step),
+        ("6 remote layers of 40 MB", _chain_step),
+        ("such layers, without a pass", _forward_step),
     ):
         with arenas(2) as sides:
             peaks = {side: _peak(sides[side], step, side) for side in sides}
