@@ -122,19 +122,25 @@ def meet_and_end(rank, init_method, found):
     os._exit(0)
 
 
-@pytest.mark.parametrize("attempt", range(5))
-def test_a_leader_that_ends_at_once_has_answered_everybody(tmp_path, attempt):
-    lines = [processes.Pipe(duplex=False) for _ in range(WORKERS)]
-    group = [
-        processes.Process(target=meet_and_end, args=(rank, f"file://{tmp_path}/store", line[1]))
-        for rank, line in enumerate(lines)
-    ]
+def run_group(target, *args):
+    """Runs it with each rank and `args`; all must end, and well."""
+    group = [processes.Process(target=target, args=(rank, *args)) for rank in range(WORKERS)]
     for process in group:
         process.start()
     for process in group:
         process.join(PATIENCE)
+    stuck = [rank for rank, process in enumerate(group) if process.is_alive()]
+    for rank in stuck:
+        group[rank].kill()
+    assert stuck == []
     assert [process.exitcode for process in group] == [0] * WORKERS
-    for here, _ in lines[1:]:
+
+
+@pytest.mark.parametrize("attempt", range(5))
+def test_a_leader_that_ends_at_once_has_answered_everybody(tmp_path, attempt):
+    here, there = processes.Pipe(duplex=False)
+    run_group(meet_and_end, f"file://{tmp_path}/store", there)
+    for _ in range(WORKERS - 1):
         assert here.recv() == {f"worker{rank}": rank for rank in range(WORKERS)}
 
 
@@ -163,21 +169,7 @@ def end_together(rank, init_method, answers, is_over):
 @pytest.mark.parametrize("answers", range(3 * WORKERS))  # as many as there are
 def test_all_others_end_though_the_leader_has_answered_only_some(tmp_path, answers):
     here, there = processes.Pipe(duplex=False)
-    group = [
-        processes.Process(
-            target=end_together, args=(rank, f"file://{tmp_path}/store", answers, there)
-        )
-        for rank in range(WORKERS)
-    ]
-    for process in group:
-        process.start()
-    for process in group:
-        process.join(PATIENCE)
-    stuck = [rank for rank, process in enumerate(group) if process.is_alive()]
-    for rank in stuck:
-        group[rank].kill()
-    assert stuck == []
-    assert [process.exitcode for process in group] == [0] * WORKERS
+    run_group(end_together, f"file://{tmp_path}/store", answers, there)
     assert sorted(here.recv() for _ in range(WORKERS - 1)) == [1, 2, 3]
 
 
@@ -195,19 +187,9 @@ def meet_without_a_leader(rank, init_method, found):
 
 
 def test_where_losses_are_not_forgiven_that_of_the_leader_is_told(tmp_path):
-    lines = [processes.Pipe(duplex=False) for _ in range(WORKERS)]
-    group = [
-        processes.Process(
-            target=meet_without_a_leader, args=(rank, f"file://{tmp_path}/store", line[1])
-        )
-        for rank, line in enumerate(lines)
-    ]
-    for process in group:
-        process.start()
-    for process in group:
-        process.join(PATIENCE)
-    assert [process.exitcode for process in group] == [0] * WORKERS
-    assert [here.recv() for here, _ in lines[1:]] == ["worker0"] * (WORKERS - 1)
+    here, there = processes.Pipe(duplex=False)
+    run_group(meet_without_a_leader, f"file://{tmp_path}/store", there)
+    assert [here.recv() for _ in range(WORKERS - 1)] == ["worker0"] * (WORKERS - 1)
 
 
 def test_who_has_gone_on_brings_along_what_the_leader_had_told_it():
