@@ -52,7 +52,8 @@ from telegrad.wire.memory import lend, size_class
 __all__ = ["SHARE_FROM", "SharedMemory", "is_available", "map_sealed", "sealed_memory"]
 
 SHARE_FROM = 1 << 16
-"""Buffers of at least this many bytes go through shared memory; below it, a socket is faster."""
+"""What has at least this many bytes, one buffer or several together, goes through shared memory;
+below it, a socket is faster."""
 
 _MOST_SEGMENTS = (
     64  # lent to one peer: each costs both sides a descriptor for as long as it is used
