@@ -355,6 +355,29 @@ def test_a_value_may_be_asked_for_before_its_creation_arrives(cluster):
     assert isinstance(rref._get_future(), torch._C.Future)
 
 
+def test_a_value_that_came_before_the_owners_answer_confirms_its_reference(cluster):
+    rref_id, fork_id, rref = cluster.tables[0].new_user(1)
+    cluster.tables[1].owner_created(rref_id, fork_id, 0).set_value(5)
+    assert not rref.confirmed_by_owner()
+    assert rref.to_here() == 5
+    assert rref.confirmed_by_owner()
+    cluster.tables[0].creation_finished(fork_id)
+    assert rref.confirmed_by_owner()
+    assert rref.to_here() == 5
+    del rref
+    cluster.settle()
+    assert cluster.count(1) == 0
+
+
+def test_a_value_does_not_confirm_a_reference_that_was_passed_on(cluster):
+    rref = cluster.remote(1, 2, lambda: 5)
+    passed = cluster.send(rref, 1, 0)
+    assert passed.to_here() == 5
+    assert not passed.confirmed_by_owner()  # nothing has been delivered yet
+    cluster.settle()
+    assert passed.confirmed_by_owner()
+
+
 def test_a_creation_that_never_arrives_is_given_up_when_it_no_longer_can(cluster):
     rref_id, _, _rref = cluster.tables[1].new_user(0)
     early = cluster.tables[0].entry(rref_id)

@@ -152,9 +152,13 @@ class RRef(Generic[T]):
         if isinstance(self._record, OwnerEntry):
             value = self._owned(self._record, timeout)
         else:
-            self._record.check("to_here()")
-            rref_id, fork_id = self._record.rref_id, self._record.fork_id
-            value = self._table.fetch(self._record.owner, rref_id, fork_id, timeout)
+            record = self._record
+            record.check("to_here()")
+            value = self._table.fetch(record.owner, record.rref_id, record.fork_id, timeout)
+            if not record.is_confirmed and record.creation is not None:
+                # The owner has registered the reference with the value. Its word for that comes by
+                # another connection, and may be late.
+                self._table.creation_confirmed(record.fork_id)
         return value
 
     def local_value(self) -> T:
