@@ -437,7 +437,7 @@ def test_worker_names_are_checked():
 
 
 def test_nothing_works_without_init(monkeypatch):
-    monkeypatch.setattr("telegrad.rpc.current._process_worker", None)
+    monkeypatch.setattr("telegrad.rpc.current.Here.worker", None)
     for call in (
         lambda: rpc.rpc_sync("worker1", whoami),
         lambda: rpc.rpc_async("worker1", whoami),

@@ -44,7 +44,7 @@ class _Attached:
 
 
 def _engine_here() -> AutogradEngine:
-    worker = current.acting()
+    worker = current.here.worker
     if worker is None:
         current.refuse_if_forked()
         return autograd.engine_without_agent()

@@ -21,44 +21,50 @@ __all__ = [
     "act_for",
     "acting",
     "current",
+    "here",
     "is_set",
     "leave_to_parent",
     "refuse_if_forked",
     "set_current",
 ]
 
-_process_worker: Worker | None = None
 _refusal: Callable[[], NotInitialized] | None = None  # if the worker is the parent process's
 
 
-class _Thread(threading.local):
+class Here(threading.local):
+    """What this thread acts for. The class has the worker of the process, and each thread that
+    another one has made has its own."""
+
     worker: Worker | None = None
 
 
-_thread = _Thread()
+here = Here()
 
 
 def act_for(worker: Worker | None) -> None:
-    """Binds this thread to a worker."""
-    _thread.worker = worker
+    """Binds this thread to a worker; None leaves it to that of the process."""
+    if worker is None:
+        here.__dict__.pop("worker", None)
+    else:
+        here.worker = worker
 
 
 def set_current(worker: Worker | None) -> None:
-    global _process_worker, _refusal
-    _process_worker = worker
+    global _refusal
+    Here.worker = worker
     if worker is not None:
         _refusal = None
 
 
 def leave_to_parent(worker: Worker, refusal: Callable[[], NotInitialized]) -> None:
     """This process was forked from the worker's; from now on `refusal` says so."""
-    global _process_worker, _refusal
-    if acting() is worker:
+    global _refusal
+    if here.worker is worker:
         _refusal = refusal
-    if _thread.worker is worker:
-        _thread.worker = None
-    if _process_worker is worker:
-        _process_worker = None
+    if here.__dict__.get("worker") is worker:
+        act_for(None)
+    if Here.worker is worker:
+        Here.worker = None
 
 
 def refuse_if_forked() -> None:
@@ -72,11 +78,11 @@ def refuse_if_forked() -> None:
 
 def acting() -> Worker | None:
     """The worker this thread acts for, if there is one."""
-    return _thread.worker or _process_worker
+    return here.worker
 
 
 def is_set() -> bool:
-    return acting() is not None
+    return here.worker is not None
 
 
 def current() -> Worker:
@@ -84,7 +90,7 @@ def current() -> Worker:
     Raises:
         NotInitialized: there is none.
     """
-    worker = _thread.worker or _process_worker
+    worker = here.worker
     if worker is None:
         refuse_if_forked()
         raise NotInitialized(
