@@ -41,7 +41,7 @@ from telegrad.rpc.seams import NO_CONTEXT, Handler, Rescue, Timer
 from telegrad.rpc.service import Service
 from telegrad.rpc.worker_info import WorkerInfo
 from telegrad.transport.base import ConnectionClosed, TransportTimeout
-from telegrad.wire.codec import Codec, Encoded, payload_of_bytes
+from telegrad.wire.codec import Codec, Encoded
 from telegrad.wire.frames import Flags, Frame, Kind, pack_rider
 from telegrad.wire.references import name_of
 
@@ -126,7 +126,7 @@ class Agent:
             rider = take(to)
             if rider is not None:
                 flags |= Flags.RIDER
-                head = pack_rider(kind, payload_of_bytes(rider)) + head
+                head = pack_rider(kind, rider) + head
                 break  # there is room for one
 
         def what() -> str:

@@ -102,12 +102,12 @@ class Service:
             loan.hold()  # the answer may need as much memory as the request, and no more
         try:
             if frame.flags & Flags.RIDER:
-                kind, payload, frame.body = split_rider(frame.body)
+                kind, news, frame.body = split_rider(frame.body)
                 frame.flags &= ~Flags.RIDER
-                if self._may_be_late(kind, payload):
-                    rider = kind, payload
+                if self._may_be_late(kind, news):
+                    rider = kind, news
                 else:
-                    self.handle_now(source, kind, payload)
+                    self._handle_rider(source, kind, news)
             handler = self._frame_handlers.get(frame.kind)
             if handler is not None:
                 handler(source, frame, send)
@@ -132,7 +132,7 @@ class Service:
             for loan in frame.loans:
                 loan.end()
         if rider is not None:  # it has time: whoever waits, waits for the answer
-            self.handle_now(source, *rider)
+            self._handle_rider(source, *rider)
         if deferred is not None:
             deferred.add_done_callback(partial(self._answer_deferred, source, frame, send))
         elif counted:
@@ -330,13 +330,19 @@ class Service:
         except Exception as error:  # noqa: BLE001 - nobody is there to raise it to
             self._post_failed(source, kind, payload, error)
 
-    def _may_be_late(self, kind: Kind, payload: bytes) -> bool:
+    def _may_be_late(self, kind: Kind, news: bytes) -> bool:
         """Whether a message that has ridden on a call may be handled after it."""
         can_wait = self._can_wait.get(kind)
         try:
-            return can_wait is not None and can_wait(self._codec.decode(payload))
+            return can_wait is not None and can_wait(news)
         except Exception:  # noqa: BLE001 - it is damaged, which is dealt with when it is handled
             return False
+
+    def _handle_rider(self, source: int, kind: Kind, news: bytes) -> None:
+        try:
+            self._handlers[kind](source, news)
+        except Exception as error:  # noqa: BLE001 - nobody is there to raise it to
+            self._post_failed(source, kind, news, error)
 
     def work_counts(self) -> tuple[int, int]:
         """How many messages have been begun and ended here, ever."""

@@ -30,7 +30,7 @@ from telegrad.wire.small import pack_small, unpack_small
 from telegrad.wire.tensors import MAGIC, is_plain
 from telegrad.wire.unpacking import Attach, end_of_table, give_grad, unpack
 
-__all__ = ["Codec", "Encoded", "Packet", "Reducer", "head_of_packet", "payload_of_bytes"]
+__all__ = ["Codec", "Encoded", "Packet", "Reducer", "head_of_packet"]
 
 _loads = pickle.loads
 _dumps = pickle.dumps
@@ -142,7 +142,7 @@ class Codec:
         elif type(value) is Packet:
             return self._encode_packet(value, destination)
         elif type(value) is bytes:
-            return self._packed(payload_of_bytes(value), [], root)
+            return self._packed(_BYTES_TAG + value, [], root)
         return self._encode_any(value, destination, root, labels)
 
     def _encode_any(
@@ -370,11 +370,6 @@ def _mixed(stream: memoryview, tensors: list[Tensor]) -> tuple[Any, ...]:
     if next(given, None) is not None:
         raise ProtocolError("damaged arguments: there are more tensors than places")
     return args
-
-
-def payload_of_bytes(value: bytes) -> bytes:
-    """What bytes are encoded as."""
-    return _BYTES_TAG + value
 
 
 def head_of_packet(payload: bytes | memoryview) -> memoryview:

@@ -43,7 +43,7 @@ __all__ = [
     "whole_frame",
 ]
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 MAGIC = 0x4754  # "TG", read as little-endian
 
 HEADER = struct.Struct("<HBBIqqqI")
@@ -124,9 +124,9 @@ class Flags:
 _RIDER_HEAD = struct.Struct("<BI")  # kind, length
 
 
-def pack_rider(kind: Kind, payload: bytes) -> bytes:
-    """A message that is to ride in front of a body."""
-    return _RIDER_HEAD.pack(kind, len(payload)) + payload
+def pack_rider(kind: Kind, news: bytes) -> bytes:
+    """A message that is to ride in front of a body. It consists of bytes, as they are."""
+    return _RIDER_HEAD.pack(kind, len(news)) + news
 
 
 def rider_size(body: bytes) -> int:
@@ -140,14 +140,14 @@ def rider_size(body: bytes) -> int:
 
 
 def split_rider(body: bytes) -> tuple[Kind, bytes, bytes]:
-    """The kind and payload of the message that rides in front, and the body that is left.
+    """The kind and bytes of the message that rides in front, and the body that is left.
 
     Raises:
         ProtocolError: there is none.
     """
     try:
         number, length = _RIDER_HEAD.unpack_from(body)
-        kind = kind_of(number)
+        kind = _KINDS.get(number) or kind_of(number)
     except (struct.error, ProtocolError) as error:
         raise ProtocolError(f"a message says that another rides with it: {error}") from None
     start, end = _RIDER_HEAD.size, _RIDER_HEAD.size + length
