@@ -59,9 +59,12 @@ bytes_at = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t
 class _Description(NamedTuple):
     """How a tensor of some type and shape lies in a table."""
 
-    record: bytes
     size: int
     padding: bytes
+    keeps_grad: bool
+    record: bytes
+    alone: bytes
+    """A table of one such tensor and nothing else, up to the data."""
 
 
 class _Layout(NamedTuple):
@@ -89,57 +92,71 @@ def pack_small(
     """
     if forward_ad._current_level >= 0:  # there may be dual tensors, which have to be refused
         return None
-    if len(tensors) > _MOST:
+    count = len(tensors)
+    if count == 1:
+        found = _look_at(tensors[0], may_overlap)
+        if found is None:
+            return None
+        (_, padding, keeps_grad, _, alone), data, _ = found
+        return alone + data + padding, [*tensors] if keeps_grad else []  # type: ignore[list-item]
+    if count > _MOST:
         return None
     records: list[bytes] = []
-    data: list[bytes] = []
-    grads: list[Tensor] = []
+    pieces: list[bytes] = []
+    grads: list[Any] = []
     regions: list[tuple[int, int]] = []
     for tensor in tensors:
-        if (
-            type(tensor) is not Tensor
-            or tensor.layout is not _strided
-            or not tensor.is_cpu
-            or tensor.is_nested
-        ):
+        found = _look_at(tensor, may_overlap)
+        if found is None:
             return None
-        keeps_grad = tensor.requires_grad and (is_grad_enabled() or is_leaf(tensor))
-        key = tensor.dtype, tensor.shape, keeps_grad
-        description = _descriptions.get(key) or _describe(key)
-        if description is None:
-            return None
-        record, size, padding = description
-        times = 1
-        if not tensor.is_contiguous():
-            if not may_overlap:
-                return None
-            if any(tensor.stride()):
-                tensor = tensor.contiguous()
-            else:
-                times = tensor.numel()  # one number, expanded, as the gradient of a sum is
-        if tensor.__dict__:
-            return None
-        try:
-            address = tensor.data_ptr()
-        except RuntimeError:  # inside of a transform of torch.func, say: the long way tells of it
-            return None
-        if not address or tensor.is_neg() or tensor.is_conj():
-            return None
+        (size, padding, keeps_grad, record, _), data, address = found
         if keeps_grad:
             grads.append(tensor)
         records.append(record)
-        data.append(
-            bytes_at(address, size) if times == 1 else bytes_at(address, size // times) * times
-        )
+        pieces.append(data)
         if padding:
-            data.append(padding)
+            pieces.append(padding)
         if not may_overlap:
             regions.append((address, address + size))
-    count = len(records)
-    if count > 1 and not _are_separate(regions):
+    if not _are_separate(regions):
         return None
-    described, held = b"".join(records), b"".join(data)
+    described, held = b"".join(records), b"".join(pieces)
     return _HEAD.pack(count, len(described), len(held)) + described + held, grads
+
+
+def _look_at(tensor: object, may_overlap: bool) -> tuple[_Description, bytes, int] | None:
+    """How a tensor lies in a table, its bytes, and their address; None if it does not fit."""
+    if (
+        type(tensor) is not Tensor
+        or tensor.layout is not _strided
+        or not tensor.is_cpu
+        or tensor.is_nested
+    ):
+        return None
+    keeps_grad = tensor.requires_grad and (is_grad_enabled() or is_leaf(tensor))
+    key = tensor.dtype, tensor.shape, keeps_grad
+    description = _descriptions.get(key) or _describe(key)
+    if description is None:
+        return None
+    size = description[0]
+    times = 1
+    if not tensor.is_contiguous():
+        if not may_overlap:
+            return None
+        if any(tensor.stride()):
+            tensor = tensor.contiguous()
+        else:
+            times = tensor.numel()  # one number, expanded, as the gradient of a sum is
+    if tensor.__dict__:
+        return None
+    try:
+        address = tensor.data_ptr()
+    except RuntimeError:  # inside of a transform of torch.func, say: the long way tells of it
+        return None
+    if not address or tensor.is_neg() or tensor.is_conj():
+        return None
+    data = bytes_at(address, size) if times == 1 else bytes_at(address, size // times) * times
+    return description, data, address
 
 
 def _describe(key: tuple[torch.dtype, torch.Size, bool]) -> _Description | None:
@@ -149,8 +166,10 @@ def _describe(key: tuple[torch.dtype, torch.Size, bool]) -> _Description | None:
     code = CODES.get(dtype)
     if not 0 < size < INLINE_LIMIT or code is None or len(shape) >= len(_RECORDS):
         return None
+    padding = bytes(-size & ALIGNED)
     record = _RECORDS[len(shape)].pack(len(shape), code, keeps_grad, *shape)
-    description = _Description(record, size, bytes(-size & ALIGNED))
+    alone = _HEAD.pack(1, len(record), size + len(padding)) + record
+    description = _Description(size, padding, keeps_grad, record, alone)
     _remember(_descriptions, key, description)
     return description
 
