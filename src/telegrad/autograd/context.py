@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ import torch
 
 from telegrad.autograd import leaves
 from telegrad.autograd.nodes import SendFunction
-from telegrad.autograd.thread_state import carry, drop, peek, stash
+from telegrad.autograd.thread_state import carry, drop, peek, stash, swap
 from telegrad.rpc.seams import NO_CONTEXT
 
 if TYPE_CHECKING:
@@ -51,8 +51,7 @@ class EnteredContext:
         self._before = NO_CONTEXT
 
     def __enter__(self) -> None:
-        self._before = peek(_CURRENT_CONTEXT, NO_CONTEXT)
-        stash(_CURRENT_CONTEXT, self._context_id)
+        self._before = swap(_CURRENT_CONTEXT, self._context_id, NO_CONTEXT)
 
     def __exit__(self, *error: object) -> None:
         stash(_CURRENT_CONTEXT, self._before)
@@ -75,6 +74,15 @@ class CarriedContext:
 class DistAutogradContext:
     """What one worker knows of one context. Made by `context()`, or when a message brings it."""
 
+    # Guarded by `lock`, with what follows it. One wave at a time: whoever finds `is_running` unset
+    # runs what it brings, and then what others have left in `work` meanwhile.
+    is_running = False
+    runner: int | None = None  # the thread of the wave that runs, while it does
+    is_released = False
+    _changed: threading.Condition | None = None
+
+    _roots: Sequence[weakref.ref[torch.Tensor]] = ()
+
     def __init__(self, context_id: int) -> None:
         self.id = context_id
         self.sends: dict[int, SendFunction] = {}
@@ -82,19 +90,12 @@ class DistAutogradContext:
         self.contacts: set[int] = set()
         self.gradients: dict[torch.Tensor, torch.Tensor] = {}
         self._sums: set[int] = set()  # the ids of leaves
-        # One wave at a time: whoever finds `is_running` unset runs what it brings, and then what
-        # others have left in `work` meanwhile.
         self.lock = threading.Lock()  # guards all that follows
-        self._changed: threading.Condition | None = None
         self.work: deque[Arrival] = deque()
-        self.is_running = False
-        self.runner: int | None = None  # the thread of the wave that runs, while it does
-        self.is_released = False
         self.passes: dict[int, LivePass] = {}
         self.ended: set[int] = set()
         """Passes that failed: what still arrives for them is dropped."""
         self.incidents: set[int] = set()
-        self._roots: list[weakref.ref[torch.Tensor]] = []
 
     def _context_id(self) -> int:
         """The id that names this context on every worker."""

@@ -209,13 +209,16 @@ class AutogradEngine(ContextRegistry):
                     context.is_running = False
                 came = self._converse(into, last)
                 with context.lock:
-                    if came:
-                        context.work.extend(came)
-                        context.notify()
-                    if context.is_running or not context.work:
-                        return
+                    if len(came) == 1 and not context.work and not context.is_running:
+                        batch = came  # as it mostly is
+                    else:
+                        if came:
+                            context.work.extend(came)
+                            context.notify()
+                        if context.is_running or not context.work:
+                            return
+                        batch = _take_batch(context)
                     context.is_running = True
-                    batch = _take_batch(context)
             else:
                 with context.lock:
                     if not context.work:
@@ -263,18 +266,19 @@ class AutogradEngine(ContextRegistry):
             if not outgoing:
                 self._completion.return_credit(live, credit, reports)
                 return None
-            packed.append(self._pack(live, outgoing[0], credit, reports))
+            last = self._pack(live, outgoing[0], credit, reports)
         else:
             parcels = live.share.split(len(outgoing), standing)
             for (credit, reports), message in zip(parcels, outgoing, strict=True):
                 packed.append(self._pack(live, message, credit, reports))
-        last: _Parcel | None = None
-        if live.caller_thread == threading.get_ident() and packed[-1][0] != self.worker_id:
             last = packed.pop()
         for parcel in packed:
             if not self._send(live, parcel):
                 return None
-        return last
+        if live.caller_thread == threading.get_ident() and last[0] != self.worker_id:
+            return last
+        self._send(live, last)
+        return None
 
     def _wave(self, live: LivePass, batch: Sequence[Arrival]) -> list[Outgoing]:
         """Takes in what has come and runs all that can run now; returns what is to be sent."""
@@ -288,8 +292,8 @@ class AutogradEngine(ContextRegistry):
             elif arrival.live is not None:
                 local.strike_off_all_but(arrival.live)
         outgoing, found = local.run()
-        for message in outgoing:
-            if message.received.message_id not in live.context.recvs:
+        for received, _ in outgoing:
+            if received.message_id not in live.context.recvs:
                 raise BackwardError(
                     f"the pass of context {live.context.id} came to a tensor that was received in "
                     "another context: gradients go back only in the context that it came in"
@@ -298,8 +302,8 @@ class AutogradEngine(ContextRegistry):
             live.context.add_gradients(found, create_graph=live.create_graph)
         return outgoing
 
-    def _pack(self, live: LivePass, message: Outgoing, credit: Credit, reports: Any) -> _Parcel:
-        received, gradients = message
+    def _pack(self, live: LivePass, outgoing: Outgoing, credit: Credit, reports: Any) -> _Parcel:
+        received, gradients = outgoing
         to = received.source
         history: tuple[int, tuple[int, ...]] = (-1, ())
         if live.create_graph:

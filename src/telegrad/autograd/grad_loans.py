@@ -16,21 +16,30 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from telegrad.errors import BackwardError
 
-__all__ = ["GradLoan", "needs_grad_field"]
+__all__ = ["GradLoan", "is_ddp_possible", "needs_grad_field"]
+
+_world = distributed_c10d._world
 
 _returned = threading.Condition()  # guards the set below
 _lent: dict[int, int] = {}  # leaves whose `.grad` a wave has borrowed, by id; its thread
 
 
-def needs_grad_field(tensor: torch.Tensor, is_ddp_possible: bool) -> bool:
+def is_ddp_possible() -> bool:
+    """Whether there may be modules of DistributedDataParallel: `torch.distributed.is_initialized`,
+    without the three calls that this takes."""
+    return _world._default_pg is not None
+
+
+def needs_grad_field(tensor: torch.Tensor, may_be_of_ddp: bool) -> bool:
     """Whether hooks of this leaf look for its gradient in `.grad`."""
     if tensor._post_accumulate_grad_hooks:
         return True
-    return is_ddp_possible and _ddp.manages(tensor)
+    return may_be_of_ddp and _ddp.manages(tensor)
 
 
 class GradLoan:

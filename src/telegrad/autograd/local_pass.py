@@ -24,6 +24,7 @@ from telegrad.autograd.walks import (
     graph_behind,
     look_ahead,
     messages_behind,
+    new_edge,
     successors,
     walk,
 )
@@ -35,7 +36,6 @@ from telegrad.autograd.waves import (
     Wave,
     can_catch,
     catch,
-    new_edge,
 )
 from telegrad.rpc.seams import NO_CONTEXT
 
@@ -59,7 +59,10 @@ class LocalPass:
     ) -> None:
         self.context_id = context_id
         self.sends = sends
-        self._awaited = {id_ for id_, sent in sends.items() if not sent.is_spent}
+        self._awaited: set[int] = set()
+        for id_, sent in sends.items():
+            if not sent.is_spent:
+                self._awaited.add(id_)
         self.retain_graph = retain_graph
         self.create_graph = create_graph
         self.is_kept = False
@@ -303,4 +306,4 @@ def _pass_through(entering: Entering) -> list[Outgoing]:
             received: Received = node.received  # type: ignore[attr-defined]
             gradients = outgoing[node] = [None] * len(received.outputs)
         gradients[number] = gradient
-    return [Outgoing(node.received, gradients) for node, gradients in outgoing.items()]
+    return [(node.received, gradients) for node, gradients in outgoing.items()]

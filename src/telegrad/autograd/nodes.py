@@ -31,7 +31,8 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -86,7 +87,8 @@ def _recv_reached(node: Any, *grads: torch.Tensor | None) -> tuple[None, None]:
     return None, None
 
 
-class Received(NamedTuple):
+@dataclass(slots=True)
+class Received:
     """What a recv node stands for: a message, from whom, and the tensors in it."""
 
     message_id: int

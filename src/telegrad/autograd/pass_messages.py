@@ -66,8 +66,10 @@ class GradientMessage:
 
     def pack(self) -> Packet:
         flags = 0
-        tail = _packed_reports(self.reports)
-        gradients = self.gradients
+        reports, gradients = self.reports, self.gradients
+        tail: list[bytes] = []
+        for worker, (n, standing) in reports.items():
+            tail.append(_REPORT.pack(worker, n, standing))
         tensors: list[torch.Tensor] = []
         for gradient in gradients:
             if gradient is not None:
@@ -91,7 +93,7 @@ class GradientMessage:
             self.pass_id,
             self.message_id,
             flags,
-            len(self.reports),
+            len(reports),
             len(gradients),
         )
         return Packet(b"".join((head, *tail)), tensors)
@@ -162,7 +164,7 @@ class CreditMessage:
     reports: Reports
 
     def pack(self) -> bytes:
-        tail = _packed_reports(self.reports)
+        tail = [_REPORT.pack(worker, *report) for worker, report in self.reports.items()]
         flags = 0
         if self.credit != 1:
             flags = _MORE
@@ -185,10 +187,6 @@ class CreditMessage:
         except _DAMAGES as error:
             raise ProtocolError(f"damaged credit message: {error!r}") from error
         return cls(context_id, pass_id, credit, reports)
-
-
-def _packed_reports(reports: Reports) -> list[bytes]:
-    return [_REPORT.pack(worker, n, standing) for worker, (n, standing) in reports.items()]
 
 
 def _reports_at(data: bytes | memoryview, position: int, count: int) -> tuple[Reports, int]:

@@ -189,7 +189,10 @@ class PassControl:
         if self.state is not PassState.RUNNING:
             return []
         self._home += credit
-        merge_reports(self._reports, reports)
+        if self._reports:
+            merge_reports(self._reports, reports)
+        else:
+            self._reports.update(reports)
         if self._home < 1:
             return []
         highest = Standing.CLOSED

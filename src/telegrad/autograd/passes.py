@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -100,7 +101,8 @@ class LivePass:
             self.interruption.interrupt()
 
 
-class Arrival(NamedTuple):
+@dataclass(slots=True)
+class Arrival:
     """Something that makes a worker work: roots, gradients of a send function, or a strike."""
 
     into: LivePass
@@ -114,23 +116,14 @@ class Arrival(NamedTuple):
 
 def check_roots(context_id: Any, roots: Any) -> None:
     """Raises what upstream raises for roots that cannot be differentiated."""
-    given = type(roots).__name__
-    is_right = isinstance(context_id, int) and isinstance(roots, (list, tuple))
-    if is_right:
-        for number, root in enumerate(roots):
-            if not isinstance(root, torch.Tensor):
-                is_right = False
-                given = f"{given} with a {type(root).__name__} at {number}"
-                break
-    if not is_right:
-        raise TypeError(
-            "backward(): incompatible function arguments: expected (context_id: int, "
-            "roots: list[Tensor], retain_graph: bool = False), got "
-            f"({type(context_id).__name__}, {given})"
-        )
+    if not isinstance(context_id, int) or not isinstance(roots, (list, tuple)):
+        raise _not_understood(context_id, type(roots).__name__)
     if not roots:
         raise BackwardError("No tensors provided for gradient computation.")
     for number, root in enumerate(roots):
+        if not isinstance(root, torch.Tensor):
+            given = f"{type(roots).__name__} with a {type(root).__name__} at {number}"
+            raise _not_understood(context_id, given)
         if not root.requires_grad:
             raise BackwardError(f"requires_grad not set on root {number}")
         if root.numel() != 1:
@@ -144,3 +137,11 @@ def check_roots(context_id: Any, roots: Any) -> None:
             )
         if root.grad_fn is None:
             raise BackwardError(f"root {number} does not have a valid gradient function.")
+
+
+def _not_understood(context_id: Any, roots: str) -> TypeError:
+    return TypeError(
+        "backward(): incompatible function arguments: expected (context_id: int, "
+        "roots: list[Tensor], retain_graph: bool = False), got "
+        f"({type(context_id).__name__}, {roots})"
+    )

@@ -139,7 +139,8 @@ class ContextRegistry:
         """
         if thread_context() == context_id:
             set_thread_context(NO_CONTEXT)
-        self.retrieve(context_id)
+        if context_id not in self._contexts:
+            self.retrieve(context_id)
         try:
             self._release(context_id)
         except BaseException:  # Ctrl-C, say

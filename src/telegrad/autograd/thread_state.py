@@ -34,7 +34,7 @@ import torch
 
 from telegrad.forks import renewed
 
-__all__ = ["carry", "drop", "is_torch_state_used", "peek", "stash", "wait_at_exit"]
+__all__ = ["carry", "drop", "is_torch_state_used", "peek", "stash", "swap", "wait_at_exit"]
 
 _PATIENCE = 1.0
 _MANY = 4096
@@ -86,6 +86,18 @@ def peek(key: str, default: Any) -> Any:
     if not _has_device_threads() and not (_is_anything_carried and torch._C._is_key_in_tls(key)):
         return _local.__dict__.get(key, default)
     return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else default
+
+
+def swap(key: str, value: Any, default: Any) -> Any:
+    """`stash`, and what was there before."""
+    if _is_plain:
+        values = _local.__dict__
+        before = values.get(key, default)
+        values[key] = value
+        return before
+    before = peek(key, default)
+    stash(key, value)
+    return before
 
 
 def carry(key: str) -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from telegrad.autograd.grad_loans import needs_grad_field
+from telegrad.autograd.grad_loans import is_ddp_possible, needs_grad_field
 
 __all__ = ["OwnHook", "Unwatched", "unwatched"]
 
@@ -71,7 +71,7 @@ class Unwatched:
     def include_all(self, nodes: Iterable[Any]) -> bool:
         """The same for several."""
         verdicts, count = self._verdicts, self._count()
-        is_ddp_possible = torch.distributed.is_initialized()
+        may_be_of_ddp = is_ddp_possible()
         for node in nodes:
             leaf = node.variable
             verdict = verdicts.get(id(leaf))
@@ -82,7 +82,7 @@ class Unwatched:
                     verdict = _Verdict(leaf, self._forget)
                     verdict.count, verdict.key = count, id(leaf)
                     verdicts[id(leaf)] = verdict
-            if is_ddp_possible and needs_grad_field(leaf, True):
+            if may_be_of_ddp and needs_grad_field(leaf, True):
                 return False
         return True
 

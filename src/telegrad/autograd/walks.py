@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import Any
+
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge
 
 from telegrad.autograd.nodes import AccumulateGrad, RecvNode, SendFunction
 
 __all__ = [
     "MOST_WALKED",
     "Graph",
+    "are_all_of_torch",
     "graph_behind",
     "look_ahead",
     "messages_behind",
+    "new_edge",
     "successors",
     "walk",
 ]
@@ -24,8 +30,18 @@ are counted, in all of them at once (`Frontier`)."""
 
 _SOON = 128  # nodes: a walk of that many takes as long as a short call
 
+# A graph of more nodes for each of its ends is not small: the engine looks at each of them once
+# more to find out what leads to what it is to catch.
+_MOST_NODES_FOR_AN_END = 16
 
-class Graph(NamedTuple):
+_kinds_of_torch: set[type] = set()
+"""Types of nodes that are known to be torch's own, in C++, and recv nodes."""
+
+new_edge: Callable[[tuple[Any, int, None]], GradientEdge] = partial(tuple.__new__, GradientEdge)
+"""Makes a gradient edge, which is a named tuple, sooner."""
+
+
+class Graph:
     """All nodes that edges lead to, directly or not.
 
     Attributes:
@@ -33,9 +49,41 @@ class Graph(NamedTuple):
         recvs: those that end in what came from another worker.
     """
 
-    nodes: set[Any]
-    leaves: list[Any]
-    recvs: list[Any]
+    __slots__ = ("_ends", "leaves", "nodes", "recvs")
+
+    def __init__(self, nodes: set[Any], leaves: list[Any], recvs: list[Any]) -> None:
+        self.nodes = nodes
+        self.leaves = leaves
+        self.recvs = recvs
+        self._ends: tuple[GradientEdge, ...] | None = None
+
+    def ends(self) -> tuple[GradientEdge, ...]:
+        """The edges at which gradients can be caught that flow out of it: those into its leaves,
+        then those into its recv nodes. There are none if it is not small, or if one of its nodes may
+        object, as that of a checkpoint does."""
+        if self._ends is None:
+            most = _MOST_NODES_FOR_AN_END * (len(self.leaves) + len(self.recvs))
+            if len(self.nodes) > most or not are_all_of_torch(self.nodes):
+                self._ends = ()
+            else:
+                ends = [*map(new_edge, zip(self.leaves, repeat(0), repeat(None)))]
+                for node in self.recvs:
+                    for number in range(len(node.received.outputs)):
+                        ends.append(new_edge((node, number, None)))
+                self._ends = tuple(ends)
+        return self._ends
+
+
+def are_all_of_torch(nodes: Iterable[Any]) -> bool:
+    """Whether none of the nodes is that of a function that a program has made."""
+    kinds = set(map(type, nodes))
+    if kinds <= _kinds_of_torch:
+        return True
+    for kind in kinds:
+        if issubclass(kind, BackwardCFunction) and kind is not RecvNode:
+            return False
+        _kinds_of_torch.add(kind)
+    return True
 
 
 def successors(node: Any) -> list[Any]:
@@ -91,6 +139,7 @@ def look_ahead(sent: SendFunction) -> None:
         graph = walk(sent.next_functions, _SOON)
         if len(graph.nodes) < _SOON:
             sent.graph = graph
+            graph.ends()
 
 
 def messages_behind(entries: Iterable[Sequence[Any]]) -> set[int]:

@@ -24,15 +24,14 @@ import functools
 import threading
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import repeat
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch._C._autograd import _profiler_enabled
 from torch.autograd.graph import GradientEdge
 
 from telegrad.autograd.checkpoints import Checkpoints
-from telegrad.autograd.grad_loans import GradLoan, needs_grad_field
+from telegrad.autograd.grad_loans import GradLoan, is_ddp_possible, needs_grad_field
 from telegrad.autograd.leaves import add, adopt
 from telegrad.autograd.nodes import (
     AccumulateGrad,
@@ -43,7 +42,7 @@ from telegrad.autograd.nodes import (
     is_watched,
 )
 from telegrad.autograd.unwatched import OwnHook, unwatched
-from telegrad.autograd.walks import Graph
+from telegrad.autograd.walks import Graph, are_all_of_torch, new_edge
 from telegrad.errors import BackwardError
 from telegrad.threads import heed_num_threads
 
@@ -58,35 +57,18 @@ __all__ = [
     "Wave",
     "can_catch",
     "catch",
-    "new_edge",
 ]
 
 Entering: TypeAlias = dict[GradientEdge, torch.Tensor]
 """Gradients on their way into nodes."""
 
-new_edge: Callable[[tuple[Any, int, None]], GradientEdge] = functools.partial(
-    tuple.__new__, GradientEdge
-)
-"""Makes a gradient edge, which is a named tuple, sooner."""
-
 NO_BOUNDARY: Mapping[Any, set[Any]] = {}
-
-# A graph of more nodes for each of its ends is not small: the engine looks at each of them once
-# more to find out what leads to what it is to catch.
-_MOST_NODES_FOR_AN_END = 16
 
 _torchs_engine = torch.autograd.Variable._execution_engine
 _BackwardCFunction = torch.autograd.function.BackwardCFunction
-_kinds_of_torch: set[type] = set()
-"""Types of nodes that are known to be torch's own, in C++, and recv nodes."""
 
-
-class Outgoing(NamedTuple):
-    """The gradients of a received message, on their way back to who sent it."""
-
-    received: Received
-    gradients: list[torch.Tensor | None]
-
+Outgoing: TypeAlias = tuple[Received, list[torch.Tensor | None]]
+"""The gradients of a received message, on their way back to who sent it."""
 
 LeafGradient: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 """What a wave found at a leaf: the leaf, its gradient, and what that takes the place of, if a
@@ -94,51 +76,31 @@ reducer has made it of what an earlier wave of the same pass found there."""
 
 
 def can_catch(graph: Graph) -> bool:
-    """Whether what flows out of a graph may be caught: nobody watches its ends, it is small, and
-    no node may object, as that of a checkpoint does."""
-    leaves, recvs = graph.leaves, graph.recvs
-    if len(graph.nodes) > _MOST_NODES_FOR_AN_END * (len(leaves) + len(recvs)):
-        return False
-    return (
-        _all_of_torch(set(map(type, graph.nodes)))
-        and not any(map(is_watched, recvs))
-        and unwatched.include_all(leaves)
+    """Whether what flows out of a graph may be caught, for nobody watches its ends."""
+    return bool(
+        graph.ends()
+        and not any(map(is_watched, graph.recvs))
+        and (not graph.leaves or unwatched.include_all(graph.leaves))
         and not _profiler_enabled()
     )
-
-
-def _all_of_torch(kinds: set[type]) -> bool:
-    """Whether nodes of these types are known, and none is a function that a program has made."""
-    if kinds <= _kinds_of_torch:
-        return True
-    for kind in kinds:
-        if issubclass(kind, _BackwardCFunction) and kind is not RecvNode:
-            return False
-        _kinds_of_torch.add(kind)
-    return True
 
 
 def catch(
     owner: LocalPass, graph: Graph, entering: Entering
 ) -> tuple[list[Outgoing], list[LeafGradient]]:
     """Runs a graph, and returns what flows out of it."""
-    leaves = graph.leaves
-    ends = [*map(new_edge, zip(leaves, repeat(0), repeat(None)))]
-    for node in graph.recvs:
-        for number in range(len(node.received.outputs)):
-            ends.append(new_edge((node, number, None)))
     around = current_wave()
     if around is not None:  # a hook of it runs this pass, whose nodes may be its own as well
         enter_wave(None)
     try:
-        caught: list[Any] = [*_run_engine(owner, entering, tuple(ends), accumulates=False)]
+        caught: list[Any] = [*_run_engine(owner, entering, graph.ends(), accumulates=False)]
     finally:
         if around is not None:
             enter_wave(around)
     entering.clear()  # what entered must not count as a reference to what came out
     caught.reverse()
     found: list[LeafGradient] = []
-    for node in leaves:
+    for node in graph.leaves:
         gradient = caught.pop()
         if gradient is not None:
             leaf = node.variable
@@ -149,7 +111,7 @@ def catch(
         gradients = [caught.pop() for _ in node.received.outputs]
         for gradient in gradients:
             if gradient is not None:
-                outgoing.append(Outgoing(node.received, gradients))
+                outgoing.append((node.received, gradients))
                 break
     return outgoing, found
 
@@ -183,12 +145,11 @@ class Wave:
         self._leaves = leaves
         self._lent: Sequence[Any] = ()
         if leaves:
-            is_ddp_possible = torch.distributed.is_initialized()
+            may_be_of_ddp = is_ddp_possible()
             self._lent = [
                 node
                 for node in leaves
-                if needs_grad_field(node.variable, is_ddp_possible)
-                or unwatched.has_post_hooks(node)
+                if needs_grad_field(node.variable, may_be_of_ddp) or unwatched.has_post_hooks(node)
             ]
             if self._lent:
                 self._leaves = [node for node in leaves if node not in self._lent]
@@ -211,7 +172,7 @@ class Wave:
                 self._watch(node)
             for node in self._boundary:
                 self._watch_boundary(node)
-            if not sinks and not _all_of_torch(set(map(type, self._nodes))):
+            if not sinks and not are_all_of_torch(self._nodes):
                 checkpoints.attend(self._nodes)
                 if not checkpoints:
                     # Others that run a pass inside of theirs, and were made with care, refuse to
@@ -254,7 +215,7 @@ class Wave:
 
     def _found_inside(self, node: Any) -> None:
         """A checkpoint's inner pass will come to this leaf."""
-        if needs_grad_field(node.variable, torch.distributed.is_initialized()):
+        if needs_grad_field(node.variable, is_ddp_possible()):
             raise BackwardError(
                 "a reentrant checkpoint uses a parameter whose hooks look for its gradient in "
                 "`.grad` (those of DistributedDataParallel or register_post_accumulate_grad_hook), "
@@ -276,7 +237,7 @@ class Wave:
         """Called by a recv node: `gradients` is what entered it."""
         for gradient in gradients:
             if gradient is not None:
-                self._outgoing.append(Outgoing(node.received, list(gradients)))
+                self._outgoing.append((node.received, list(gradients)))
                 return
 
     def _leaf_reached(self, node: Any, gradients: Sequence[torch.Tensor | None]) -> Any:

@@ -19,7 +19,7 @@ import os
 import select
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from telegrad.transport.base import ConnectionClosed, TransportTimeout
 from telegrad.wire.codec import Encoded
@@ -114,12 +114,14 @@ class Conversation:
                 self._post(kind, payload)
 
 
-def messages_in(receipt: Frame) -> Iterator[tuple[Kind, memoryview]]:
+def messages_in(receipt: Frame) -> list[tuple[Kind, memoryview]]:
     """What a receipt has brought along."""
     body = memoryview(receipt.body)
+    messages: list[tuple[Kind, memoryview]] = []
     position = 0
     while position < len(body):
         kind, length = _PIECE.unpack_from(body, position)
         position += _PIECE.size
-        yield kind_of(kind), body[position : position + length]
+        messages.append((kind_of(kind), body[position : position + length]))
         position += length
+    return messages
