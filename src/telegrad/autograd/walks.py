@@ -59,8 +59,8 @@ class Graph:
 
     def ends(self) -> tuple[GradientEdge, ...]:
         """The edges at which gradients can be caught that flow out of it: those into its leaves,
-        then those into its recv nodes. There are none if it is not small, or if one of its nodes may
-        object, as that of a checkpoint does."""
+        then those into its recv nodes. There are none if it is not small, or if one of its nodes
+        may object, as that of a checkpoint does."""
         if self._ends is None:
             most = _MOST_NODES_FOR_AN_END * (len(self.leaves) + len(self.recvs))
             if len(self.nodes) > most or not are_all_of_torch(self.nodes):

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -48,6 +48,7 @@ _LIKE: Final = tuple(getattr(np, name, None) and np.dtype(name) for name in DTYP
 _strided = torch.strided
 _ndarray = np.ndarray
 _from_numpy = torch.from_numpy
+_frombuffer = torch.frombuffer
 
 _bytes_from = ctypes.pythonapi.PyBytes_FromStringAndSize
 bytes_at = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t)(
@@ -56,9 +57,22 @@ bytes_at = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t
 """A copy of so many bytes at an address. `ctypes.string_at`, without what that adds."""
 
 
+_Reader: TypeAlias = Callable[[int], "ctypes.Array[ctypes.c_char]"]
+"""Some bytes of memory, at an address. A third of the time that `bytes_at` takes, once the reader
+for so many bytes is there."""
+
+
+def _reader(size: int) -> _Reader:
+    return (ctypes.c_char * size).from_address
+
+
+_read_number: Final = {size: _reader(size) for size in {dtype.itemsize for dtype in CODES}}
+
+
 class _Description(NamedTuple):
     """How a tensor of some type and shape lies in a table."""
 
+    read: _Reader
     size: int
     padding: bytes
     keeps_grad: bool
@@ -70,8 +84,9 @@ class _Description(NamedTuple):
 class _Layout(NamedTuple):
     """What records say."""
 
-    tensors: Sequence[tuple[Any, torch.dtype, tuple[int, ...], int]]
-    """Of each: numpy's type, if it has one, its own, its sizes, and where its data begins."""
+    tensors: Sequence[tuple[Any, torch.dtype, tuple[int, ...], int, int]]
+    """Of each: numpy's type, if it is to be made by way of numpy, its own, its sizes, how many
+    numbers these are, and where its data begins."""
     need_grad: Sequence[int]
     held: int
     """How many bytes of data they have."""
@@ -97,7 +112,7 @@ def pack_small(
         found = _look_at(tensors[0], may_overlap)
         if found is None:
             return None
-        (_, padding, keeps_grad, _, alone), data, _ = found
+        (_, _, padding, keeps_grad, _, alone), data, _ = found
         return alone + data + padding, [*tensors] if keeps_grad else []  # type: ignore[list-item]
     if count > _MOST:
         return None
@@ -109,7 +124,7 @@ def pack_small(
         found = _look_at(tensor, may_overlap)
         if found is None:
             return None
-        (size, padding, keeps_grad, record, _), data, address = found
+        (_, size, padding, keeps_grad, record, _), data, address = found
         if keeps_grad:
             grads.append(tensor)
         records.append(record)
@@ -138,15 +153,14 @@ def _look_at(tensor: object, may_overlap: bool) -> tuple[_Description, bytes, in
     description = _descriptions.get(key) or _describe(key)
     if description is None:
         return None
-    size = description[0]
-    times = 1
+    is_one_number = False
     if not tensor.is_contiguous():
         if not may_overlap:
             return None
         if any(tensor.stride()):
             tensor = tensor.contiguous()
         else:
-            times = tensor.numel()  # one number, expanded, as the gradient of a sum is
+            is_one_number = True  # expanded, as the gradient of a sum is
     if tensor.__dict__:
         return None
     try:
@@ -155,7 +169,10 @@ def _look_at(tensor: object, may_overlap: bool) -> tuple[_Description, bytes, in
         return None
     if not address or tensor.is_neg() or tensor.is_conj():
         return None
-    data = bytes_at(address, size) if times == 1 else bytes_at(address, size // times) * times
+    if is_one_number:
+        data = _read_number[tensor.dtype.itemsize](address).raw * tensor.numel()
+    else:
+        data = description[0](address).raw
     return description, data, address
 
 
@@ -169,7 +186,7 @@ def _describe(key: tuple[torch.dtype, torch.Size, bool]) -> _Description | None:
     padding = bytes(-size & ALIGNED)
     record = _RECORDS[len(shape)].pack(len(shape), code, keeps_grad, *shape)
     alone = _HEAD.pack(1, len(record), size + len(padding)) + record
-    description = _Description(size, padding, keeps_grad, record, alone)
+    description = _Description(_reader(size), size, padding, keeps_grad, record, alone)
     _remember(_descriptions, key, description)
     return description
 
@@ -212,19 +229,21 @@ def unpack_small(payload: memoryview, position: int) -> tuple[list[Any], Sequenc
             raise ProtocolError("damaged tensor table: its lengths are wrong")
         # One copy out of the payload; the tensors share and own it.
         data = bytearray(payload[start:end])
-        for like, dtype, shape, offset in layout.tensors:
-            if like is not None:  # by way of numpy it takes half as long, and is not a view either
+        for like, dtype, shape, numel, offset in layout.tensors:
+            if like is not None:
                 tensors.append(_from_numpy(_ndarray(shape, like, data, offset)))
             else:
-                tensor = torch.frombuffer(data, dtype=dtype, count=prod(shape), offset=offset)
-                tensors.append(tensor.resize_(shape))  # in place, so that it is not a view
+                tensor = _frombuffer(data, dtype=dtype, count=numel, offset=offset)
+                if len(shape) != 1:
+                    tensor.resize_(shape)  # in place, so that it is not a view
+                tensors.append(tensor)
     except _DAMAGES as error:
         raise ProtocolError(f"damaged tensor table: {error}") from error
     return tensors, layout.need_grad, end
 
 
 def _layout_of(records: bytes) -> _Layout:
-    tensors: list[tuple[Any, torch.dtype, tuple[int, ...], int]] = []
+    tensors: list[tuple[Any, torch.dtype, tuple[int, ...], int, int]] = []
     need_grad: list[int] = []
     position = held = 0
     while position < len(records):
@@ -239,8 +258,11 @@ def _layout_of(records: bytes) -> _Layout:
             if not (dtype.is_floating_point or dtype.is_complex):
                 raise ProtocolError(f"damaged tensor table: {dtype} has no gradients")
             need_grad.append(len(tensors))
-        tensors.append((_LIKE[code], dtype, tuple(shape), held))
-        size = dtype.itemsize * prod(shape)
+        numel = prod(shape)
+        # With one dimension it takes a bit longer by way of numpy, with others half as long.
+        like = None if ndim == 1 else _LIKE[code]
+        tensors.append((like, dtype, tuple(shape), numel, held))
+        size = dtype.itemsize * numel
         held += size + (-size & ALIGNED)
     layout = _Layout(tuple(tensors), tuple(need_grad), held)
     if len(records) <= _LONGEST_KNOWN:
