@@ -9,6 +9,7 @@ import threading
 import torch
 
 from interrupting import CtrlC
+from telegrad.errors import WorkerLost
 from telegrad.rpc.conversation import Conversation, Interruption
 from telegrad.transport.base import ConnectionClosed
 from telegrad.wire.codec import Codec
@@ -100,3 +101,21 @@ def test_what_was_taken_along_is_posted_if_the_lane_is_broken():
     assert not conversation.take(Kind.GRADIENTS, message)  # it is over
     conversation.end()
     assert len(posted) == 1
+
+
+def test_a_conversation_with_a_worker_that_is_lost_ends_quietly():
+    """Whoever ends it may have work of others in hand."""
+    tried = []
+
+    def send(*_):
+        raise ConnectionClosed("broken")
+
+    def post(kind, payload):
+        tried.append(kind)
+        raise WorkerLost("it is gone", worker="worker1", reason="killed")
+
+    conversation = Conversation(1, Frame(Kind.GRADIENTS, 0, 7, -1, -1, b""), send, post)
+    for _ in range(2):
+        assert conversation.take(Kind.GRADIENTS, Codec().encode("gradients"))
+    conversation.end()
+    assert tried == [Kind.GRADIENTS]

@@ -220,14 +220,14 @@ class AutogradEngine(ContextRegistry):
                         batch = _take_batch(context)
                     context.is_running = True
             else:
+                if self._messenger is not None:
+                    # What comes next is not for the worker that may be waiting for this one.
+                    self._messenger.end_conversation()
                 with context.lock:
                     if not context.work:
                         context.is_running = False
                         return
                     batch = _take_batch(context)
-                if self._messenger is not None:
-                    # What comes next is not for the worker that may be waiting for this one.
-                    self._messenger.end_conversation()
             into = batch[0].into
 
     def _advance(self, live: LivePass, batch: Sequence[Arrival]) -> _Parcel | None:

@@ -21,6 +21,7 @@ import struct
 import threading
 from collections.abc import Callable
 
+from telegrad.errors import WorkerLost
 from telegrad.transport.base import ConnectionClosed, TransportTimeout
 from telegrad.wire.codec import Encoded
 from telegrad.wire.frames import Frame, Kind, kind_of
@@ -111,7 +112,10 @@ class Conversation:
         except (ConnectionClosed, TransportTimeout):
             # The lane is broken, maybe the worker lives: its messages must not be lost with it.
             for kind, payload in self._pieces:
-                self._post(kind, payload)
+                try:
+                    self._post(kind, payload)
+                except WorkerLost:
+                    return  # told to all who watch
 
 
 def messages_in(receipt: Frame) -> list[tuple[Kind, memoryview]]:
