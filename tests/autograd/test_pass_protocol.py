@@ -79,7 +79,7 @@ class Graph:
 class Member:
     def __init__(self, world, worker):
         self.world, self.worker = world, worker
-        self.share = PassShare(worker)
+        self.share = PassShare(worker, world.control if worker == 0 else None)
         self.is_kept = False
         graph = world.graph
         roots = [0] if worker == 0 else []
@@ -280,6 +280,31 @@ def test_a_chain_of_calls_needs_its_gradient_messages_and_nothing_else():
     assert delivered.count("gradients") == 2 * calls
     assert delivered.count("credit") == 1, "the initiator's own, which is not sent"
     assert len(delivered) == 2 * calls + 1
+
+
+ONE_WAY = Graph(range(6), [(n, n + 1) for n in range(5)])
+
+
+@pytest.mark.parametrize("graph", [SMALL["one call"], ONE_WAY], ids=["one call", "one way"])
+def test_a_pass_in_which_nobody_but_the_initiator_is_open_needs_no_reports(graph):
+    world = World(graph)
+    while world.network:
+        *_, reports = world.network[0][1]
+        assert reports == {}
+        world.deliver(0)
+    assert world.completed == 1
+
+
+def test_a_worker_that_was_open_reports_that_it_has_closed():
+    share = PassShare(7)
+    assert share.give_up(Standing.CLOSED) == (0, {})
+    share.take(1, {})
+    assert share.give_up(Standing.OPEN) == (1, {7: (1, Standing.OPEN)})
+    share.take(1, {8: (1, Standing.OPEN)})
+    assert share.give_up(Standing.CLOSED) == (
+        1,
+        {8: (1, Standing.OPEN), 7: (2, Standing.CLOSED)},
+    )
 
 
 def test_one_resolution_strikes_off_also_where_nothing_waits():

@@ -120,8 +120,8 @@ class AutogradEngine(ContextRegistry):
             self.worker_id,
             retain_graph=retain_graph or create_graph,
             create_graph=create_graph,
+            control=PassControl(),
         )
-        live.control = PassControl()
         if _profiler_enabled():
             live.is_driven_by_caller = True
             with torch.profiler.record_function("torch::distributed::autograd::backward"):

@@ -15,9 +15,10 @@ Credit is an exact fraction; splitting it never runs out.
 **Standing.** At quiet, a worker may still be *waiting*: it holds gradients that cannot go on until
 some send function of its gets gradients, which will never come (a remote result that the loss does
 not use). To know that without asking, each worker reports its standing whenever it becomes idle;
-reports travel with the credit, so at quiet the initiator has the latest of all. A worker that is
-*closed* (nothing can arrive there any more) forgets the pass at once by itself; those that are
-*open* are told of the end.
+reports travel with the credit, so at quiet the initiator has the latest of all. Its own it has at
+hand. A worker that is *closed* (nothing can arrive there any more) forgets the pass at once by
+itself, and has nothing to report if it never was anything else; those that are *open* are told of
+the end. So a pass through one call, as most are, has no reports at all.
 
 **Resolution.** If somebody waits at quiet, the initiator asks the workers for their local
 reachability: which received messages waiting gradients lead to, and which each awaited send leads
@@ -37,7 +38,7 @@ Everything here is pure: no torch, no threads, no clock; calls are events, retur
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TypeAlias
@@ -85,12 +86,17 @@ def merge_reports(into: Reports, other: Mapping[int, tuple[int, Standing]]) -> N
 
 
 class PassShare:
-    """One worker's credit in one pass, the initiator's included."""
+    """One worker's credit in one pass, the initiator's included.
 
-    __slots__ = ("_credit", "_reports", "_reports_made", "_worker")
+    Args:
+        control: at the initiator, where reports of its own are made.
+    """
 
-    def __init__(self, worker: int) -> None:
+    __slots__ = ("_control", "_credit", "_reports", "_reports_made", "_worker")
+
+    def __init__(self, worker: int, control: PassControl | None = None) -> None:
         self._worker = worker
+        self._control = control
         self._credit: Credit = 0
         self._reports: Reports = {}
         self._reports_made = 0
@@ -102,10 +108,8 @@ class PassShare:
     def take(self, credit: Credit, reports: Mapping[int, tuple[int, Standing]]) -> None:
         """A message of the pass has come."""
         self._credit = self._credit + credit if self._credit else credit
-        if self._reports:
+        if reports:
             merge_reports(self._reports, reports)
-        else:
-            self._reports.update(reports)
 
     def split(self, parcels: int, standing: Standing) -> list[tuple[Credit, Reports]]:
         """A wave has ended and sends several gradient messages: what each of them carries.
@@ -120,9 +124,12 @@ class PassShare:
     def give_up(self, standing: Standing) -> tuple[Credit, Reports]:
         """A wave has ended: all that it carries on to one worker, or, if nothing is sent on, home
         to the initiator."""
-        self._reports_made += 1
         reports, self._reports = self._reports, {}
-        reports[self._worker] = (self._reports_made, standing)
+        if self._control is not None:
+            self._control.initiator_stands(self._worker, standing)
+        elif self._reports_made or standing is not Standing.CLOSED:
+            self._reports_made += 1
+            reports[self._worker] = (self._reports_made, standing)
         credit, self._credit = self._credit, 0
         return credit, reports
 
@@ -172,15 +179,22 @@ _COMPLETE = Complete()
 class PassControl:
     """The initiator's view of the whole pass."""
 
+    # Of a resolution; made when one begins.
+    _asked: set[int]
+    _told: dict[int, dict[int, frozenset[int]]]
+    _waiting_messages: set[int]
+
     def __init__(self) -> None:
         self.state = PassState.RUNNING
         self.resolutions = 0
         self._home: Credit = 0
         self._reports: Reports = {}
-        self._asked: set[int] = set()
         self._ever_asked: set[int] = set()
-        self._told: dict[int, dict[int, frozenset[int]]] = {}
-        self._waiting_messages: set[int] = set()
+
+    def initiator_stands(self, worker: int, standing: Standing) -> None:
+        """The initiator has become idle. For the first time that is before anybody else has credit:
+        then nobody looks at the reports."""
+        self._reports[worker] = (0, standing)
 
     def credit_returned(
         self, credit: Credit, reports: Mapping[int, tuple[int, Standing]]
@@ -189,10 +203,8 @@ class PassControl:
         if self.state is not PassState.RUNNING:
             return []
         self._home += credit
-        if self._reports:
+        if reports:
             merge_reports(self._reports, reports)
-        else:
-            self._reports.update(reports)
         if self._home < 1:
             return []
         highest = Standing.CLOSED
@@ -253,11 +265,6 @@ class PassControl:
             return False
         self.state = PassState.FAILED
         return True
-
-    @property
-    def workers(self) -> Sequence[int]:
-        """Those known to have taken part."""
-        return sorted(self._reports)
 
     def _is_waiting(self, worker: int) -> bool:
         return worker in self._reports and self._reports[worker][1] is Standing.WAITING

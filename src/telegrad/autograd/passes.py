@@ -64,12 +64,13 @@ class LivePass:
         *,
         retain_graph: bool,
         create_graph: bool,
+        control: PassControl | None = None,
     ) -> None:
         self.id = pass_id
         self.context = context
         self.retain_graph = retain_graph
         self.create_graph = create_graph
-        self.share = PassShare(worker)
+        self.share = PassShare(worker, control)
         self.local = LocalPass(
             context.sends.copy(),
             retain_graph=retain_graph,
@@ -77,7 +78,7 @@ class LivePass:
             context_id=context.id,
         )
         # At the initiator only:
-        self.control: PassControl | None = None
+        self.control = control
         self.is_over = False
         self.error: BaseException | None = None
         self.is_driven_by_caller = False
