@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 
@@ -11,6 +12,7 @@ import torch
 
 from telegrad import rpc
 from telegrad.errors import RpcTimeout, WorkerLost
+from telegrad.rpc import multiplex as multiplex_module
 from telegrad.rpc.multiplex import Multiplex, PendingCall
 from telegrad.rpc.peer import Peer
 from telegrad.rpc.worker_info import WorkerInfo
@@ -81,6 +83,31 @@ def test_replies_find_their_calls_in_any_order(link):
     assert all(call.settled.wait(PATIENCE) for call in calls.values())
     assert all(call.outcome == ["reply"] for call in calls.values())
     assert multiplex.pending_count == 0
+
+
+def test_a_call_that_begins_while_others_expire_expires_in_its_turn(link, monkeypatch):
+    """The clock has looked at all calls, and is about to note when the next one is due."""
+    multiplex, _ = link
+    multiplex.expect(1, Call(deadline=10.0))
+    multiplex.expect(2, Call(deadline=100.0))
+    late = Call(deadline=50.0)
+    caller = threading.Thread(target=multiplex.expect, args=(3, late))
+    comparisons = itertools.count(1)
+
+    def slow_min(*values):
+        least = min(values)
+        if next(comparisons) == 2:  # the first is between the calls that are left
+            caller.start()
+            caller.join(0.2)  # it may have to wait for the clock
+        return least
+
+    monkeypatch.setattr(multiplex_module, "min", slow_min, raising=False)
+    multiplex.tick(20.0)
+    caller.join(PATIENCE)
+    assert not late.outcome
+    multiplex.tick(60.0)
+    assert late.settled.wait(PATIENCE)
+    assert late.outcome == ["expired"]
 
 
 def test_signs_of_life_do_not_queue_up_behind_a_long_message():

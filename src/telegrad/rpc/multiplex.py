@@ -80,6 +80,7 @@ class Multiplex:
         self._send_lock = threading.Lock()  # one message at a time leaves; nothing else
         self._pending: dict[int, PendingCall] = {}
         self._next_deadline = float("inf")
+        self._deadline_lock = threading.Lock()  # guards changes of the one above
         self._reader_lock = threading.Lock()  # guards the three below: who reads, and since when
         self._reader: threading.Thread | None = None
         self._readers: set[threading.Thread] = set()
@@ -151,7 +152,7 @@ class Multiplex:
         """Registers a call before its request is sent."""
         self._pending[call_id] = call
         if call.deadline < self._next_deadline:
-            self._next_deadline = call.deadline
+            self._lower_next_deadline(call.deadline)
         if self._is_closed and self._pending.pop(call_id, None) is not None:
             raise ConnectionClosed("the connection is closed")
 
@@ -189,7 +190,12 @@ class Multiplex:
                 earliest = min(earliest, call.deadline)
             elif self._pending.pop(call_id, None) is not None:
                 self._defer(call.expire)
-        self._next_deadline = min(self._next_deadline, earliest)
+        self._lower_next_deadline(earliest)
+
+    def _lower_next_deadline(self, deadline: float) -> None:
+        # The clock and callers do so, and none may undo what another has done.
+        with self._deadline_lock:
+            self._next_deadline = min(self._next_deadline, deadline)
 
     def interrupt(self) -> None:
         self._connection.interrupt()
