@@ -76,8 +76,9 @@ class Door:
 
     def tick(self, now: float) -> None:
         """Sends those away that have not said who they are in time."""
-        while self._strangers and now - self._strangers[0].since > _HANDSHAKE_SECONDS:
-            self._dismiss_oldest()
+        for stranger in list(self._strangers):
+            if now - stranger.since > _HANDSHAKE_SECONDS:
+                self._dismiss(stranger)
 
     def close(self) -> None:
         """Nobody else comes in, and whoever has not said who it is goes."""
@@ -109,9 +110,9 @@ class Door:
             if self._is_closing:  # asked when it can be seen there: nobody would dismiss it later
                 connection.close()
                 return
-            if len(self._strangers) > _MOST_STRANGERS:
+            for silent in list(self._strangers)[:-_MOST_STRANGERS]:
                 # Whoever is silent longest goes: a crowd of strangers cannot shut friends out.
-                self._dismiss_oldest()
+                self._dismiss(silent)
             try:
                 self._spawn("lane", partial(self._admit, stranger))
             except RuntimeError as error:  # no thread to be had
@@ -119,19 +120,18 @@ class Door:
                 self._forget(stranger)
                 connection.close()
 
-    def _dismiss_oldest(self) -> None:
-        try:
-            stranger = self._strangers.popleft()
-        except IndexError:
-            return  # it has proved itself, or left, in this moment
-        self.complain("refused a connection: it did not say who it is")
-        stranger.connection.interrupt()
+    def _dismiss(self, stranger: _Stranger) -> None:
+        if self._forget(stranger):
+            self.complain("refused a connection: it did not say who it is")
+            stranger.connection.interrupt()
 
-    def _forget(self, stranger: _Stranger) -> None:
+    def _forget(self, stranger: _Stranger) -> bool:
+        """False if it is none any more: it has proved itself, or was dismissed, in this moment."""
         try:
             self._strangers.remove(stranger)
         except ValueError:
-            pass  # it was dismissed
+            return False
+        return True
 
     def _admit(self, stranger: _Stranger) -> None:
         connection = stranger.connection
