@@ -168,6 +168,50 @@ def test_closing_names_a_task_that_does_not_end(caplog):
 
 def test_a_closed_pool_starts_nothing(pool):
     pool.close(PATIENCE)
-    pool.submit(lambda: None)
     pool.tick()
     assert not pool._threads
+
+
+def test_a_task_that_comes_too_late_is_done_all_the_same():
+    threads = []
+    pool = WorkPool("test", 2, lambda: threads.append(threading.current_thread()))
+    pool.start()
+    pool.close(PATIENCE)
+    done = threading.Event()
+    pool.submit(done.set)
+    assert done.wait(PATIENCE)
+    assert threads[-1].name == "test-late-call"  # bound like any other
+    threads[-1].join()
+
+
+def test_also_if_there_is_no_thread_for_it(pool, monkeypatch, caplog):
+    pool.close(PATIENCE)
+    monkeypatch.setattr(threading, "_start_new_thread", no_thread)
+    done = []
+    pool.submit(lambda: done.append(threading.current_thread()))
+    assert done == [threading.current_thread()]
+    with caplog.at_level(logging.ERROR):
+        pool.submit(lambda: 1 / 0)
+    assert "a task failed outside of its call" in caplog.text
+
+
+def test_draining_gives_every_task_a_thread(pool):
+    """The first ones wait for the last, and no clock ticks."""
+    release = threading.Event()
+    for _ in range(5):
+        pool.submit(lambda: release.wait(PATIENCE))
+    pool.submit(release.set)
+    pool.drain(PATIENCE)
+    assert release.wait(PATIENCE)
+
+
+def test_draining_ends_by_its_timeout(pool, monkeypatch):
+    release = threading.Event()
+    pool.submit(lambda: release.wait(PATIENCE))
+    until(lambda: pool._started == 1)
+    with monkeypatch.context() as scarce:
+        scarce.setattr(threading, "_start_new_thread", no_thread)
+        pool.submit(lambda: None)
+        pool.drain(0.05)
+        assert pool._backlog == 1
+    release.set()

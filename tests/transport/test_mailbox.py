@@ -343,6 +343,16 @@ def test_whoever_rests_gets_everything_by_the_socket():
         assert other.receive_now().kind is Kind.PING
 
 
+def test_whoever_sends_while_another_thread_closes_is_told_so():
+    with connections() as (one, other):
+        one.send(Kind.PING)
+        assert other.receive().kind is Kind.PING
+        other._mailbox.close()  # as far as the other thread has come
+        with pytest.raises(ConnectionClosed):
+            other.send(Kind.PONG)
+        other._mailbox = None
+
+
 def test_a_frame_that_comes_too_late_to_wake_anybody_is_no_message():
     with connections() as (one, other):
         one.send(Kind.PING)

@@ -35,6 +35,7 @@ from telegrad.rpc.outcome import (
     is_described_by_arguments,
     rebuild_failure,
 )
+from telegrad.rpc.own_calls import OwnCalls
 from telegrad.rpc.peer import Peer, not_sent
 from telegrad.rpc.rendezvous import Directory
 from telegrad.rpc.seams import NO_CONTEXT, Handler, Rescue, Timer
@@ -50,6 +51,7 @@ __all__ = ["Agent"]
 _log = logging.getLogger("telegrad.rpc")
 
 _HEAD_ROOM = 4096  # of a body, for what stands in front of the payload
+_SHUT_DOWN = "this worker has shut down"
 
 
 class Agent:
@@ -96,6 +98,7 @@ class Agent:
         """Ends references that were packed and will not be unpacked."""
         self._riders: list[tuple[Kind, Callable[[int], bytes | None]]] = []
         self._call_ids = itertools.count(1)
+        self._own_calls = OwnCalls()
 
     @property
     def worker_id(self) -> int:
@@ -286,17 +289,11 @@ class Agent:
         buffers: Sequence[memoryview],
     ) -> None:
         frame = _copied(kind, flags, 0, context, message, body, buffers)
-        outstanding = [call]  # emptied by whoever settles the call: the reply or the deadline
+        call_id, calls = next(self._call_ids), self._own_calls
         timer: Timer | None = None
 
-        def take() -> AsyncCall | None:
-            try:
-                return outstanding.pop()
-            except IndexError:
-                return None
-
         def reply(*parts: Any) -> None:
-            pending = take()
+            pending = calls.take(call_id)
             if pending is None:
                 self._came_too_late(self.info.id, _copied(*parts))
                 return
@@ -305,10 +302,13 @@ class Agent:
             pending.succeed(_copied(*parts))
 
         def expire() -> None:
-            pending = take()
+            pending = calls.take(call_id)
             if pending is not None:
                 pending.expire()
 
+        if not calls.add(call_id, call):
+            call.fail(_SHUT_DOWN)
+            return
         if call.seconds:
             # Not on the clock's thread: it runs the callbacks of a program.
             timer = self.network.clock.call_later(
@@ -466,7 +466,15 @@ class Agent:
     # -- the state of things
 
     def pending_calls(self) -> int:
-        return sum(peer.pending_count for peer in self.network.members.peers())
+        peers = self.network.members.peers()
+        return len(self._own_calls) + sum(peer.pending_count for peer in peers)
+
+    def close(self, *, patience: float) -> None:
+        """Ends everything, see `Network.close`. What waits for an answer of this worker's own, too,
+        fails."""
+        for call in self._own_calls.close():
+            self.network.work.submit(partial(call.fail, _SHUT_DOWN))
+        self.network.close(patience=patience)
 
 
 def _copied(

@@ -96,7 +96,7 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
     Args:
         graceful: waits until all workers have called it and no work is left anywhere. A worker
             that has died is not waited for. Otherwise ends at once: whatever others still have to
-            do with this worker fails there.
+            do with this worker fails there, and what waits here for any worker, fails here.
         timeout: seconds that a graceful end may take; 0 is no limit.
 
     Raises:

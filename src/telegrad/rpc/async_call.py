@@ -89,6 +89,15 @@ class AsyncCall(PendingCall):
     def fail(self, reason: str) -> None:
         if self.peer is not None:
             self.settle_error(self.peer.loss(self.what()))
+        else:
+            name = self._agent.info.name
+            self.settle_error(
+                WorkerLost(
+                    f"{self.what()} on this worker itself, {name!r}, was given up: {reason}",
+                    worker=name,
+                    reason=reason,
+                )
+            )
 
     def expire(self, *, was_sent: bool = True) -> None:
         if self.peer is not None:

@@ -200,6 +200,12 @@ class Multiplex:
     def interrupt(self) -> None:
         self._connection.interrupt()
 
+    def give_up(self, reason: str) -> None:
+        """Fails all calls that wait here, though the reader may be in a callback of a program, and
+        wait there for one of them; no more are accepted."""
+        self._is_closed = True
+        self._fail_pending(reason)
+
     def join(self, timeout: float) -> None:
         with self._reader_lock:
             readers = list(self._readers)
@@ -260,6 +266,9 @@ class Multiplex:
         self._is_closed = True
         self._connection.close()
         self._on_closed(self, reason)
+        self._fail_pending(reason)
+
+    def _fail_pending(self, reason: str) -> None:
         while self._pending:
             try:
                 _, call = self._pending.popitem()

@@ -395,11 +395,15 @@ class Network:
         self._door.close()
         self.clock.stop()
         goodbye_until = time.monotonic() + _GOODBYE_SECONDS
-        for peer in self.members.peers():
+        peers = self.members.peers()
+        for peer in peers:
             peer.close(goodbye_until=goodbye_until)
         self._reception.close()
         deadline = time.monotonic() + patience
-        self.work.close(timeout=patience)
+        self.work.drain(timeout=patience)
+        for peer in peers:
+            peer.join()
+        self.work.close(timeout=max(0.0, deadline - time.monotonic()))
         with self._threads_lock:
             threads = set(self._threads)
         for thread in threads - {threading.current_thread()}:

@@ -512,14 +512,21 @@ class Peer:
         return sum(m.pending_count for m in self._multiplexes)
 
     def close(self, *, goodbye_until: float) -> None:
-        """Ends all connections; the peer is told that this is no accident, if it listens until
-        then, a time of `time.monotonic`."""
+        """Ends all connections, and fails what waits on them; the peer is told that this is no
+        accident, if it listens until then, a time of `time.monotonic`."""
         self._is_closed = True
         for multiplex in self._multiplexes:
             if not multiplex.is_closed:
                 multiplex.say_goodbye(max(1e-3, goodbye_until - time.monotonic()))
-        self.lose("this worker has shut down")
+        reason = "this worker has shut down"
+        self.lose(reason)
         self._end_connections()  # also if it was lost before
+        for multiplex in self._multiplexes:
+            multiplex.give_up(reason)
+
+    def join(self) -> None:
+        """Waits for the threads that read from the worker, once it is closed. They end by that,
+        unless a callback of a program keeps one; it gets a few seconds."""
         for multiplex in self._multiplexes:
             multiplex.join(5.0)
         if self.memory is not None:

@@ -8,6 +8,9 @@ they have nothing to do, but for one.
 If the system gives no thread, a task waits for those that there are, and each tick tries again:
 whoever submits it has done its part, and must not fail for that. The one that stays sees to it
 that a task does not wait for a thread while there is nothing else to do.
+
+A task that comes when the pool is closed has a thread of its own: it may be what ends a wait, of a
+call for which a connection was just being opened, say.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ _log = logging.getLogger("telegrad.rpc")
 
 _IDLE_SECONDS = 5.0
 _GROWTH = 16  # threads started at once when all are blocked
+_PAUSE = 0.005  # seconds
 
 Task = Callable[[], None]
 
@@ -65,11 +69,25 @@ class WorkPool:
 
     def submit(self, task: Task) -> None:
         with self._counts_lock:
-            self._backlog += 1
+            is_late = self._is_closed
+            if not is_late:
+                self._backlog += 1
+                self._queue.put(task)  # in here: before those that end the threads
             wants_thread = self._backlog > self._waiting and len(self._threads) < self._usual_size
-        self._queue.put(task)
-        if wants_thread:
+        if is_late:
+            self._run_late(task)
+        elif wants_thread:
             self._start_thread()
+
+    def _run_late(self, task: Task) -> None:
+        def run() -> None:
+            self._on_thread_start()
+            _run_guarded(task)
+
+        try:
+            threading.Thread(target=run, name=f"{self._name}-late-call", daemon=True).start()
+        except RuntimeError:  # no thread to be had, nor to be waited for
+            _run_guarded(task)
 
     @property
     def is_idle(self) -> bool:
@@ -91,6 +109,14 @@ class WorkPool:
             if not self._start_thread():
                 break
 
+    def drain(self, timeout: float) -> None:
+        """Waits until each task has a thread, `timeout` seconds at most. Others may wait for what
+        one of them does, and no clock ticks any more where this is asked."""
+        deadline = time.monotonic() + timeout
+        while self._backlog and time.monotonic() < deadline:
+            self.tick()
+            time.sleep(_PAUSE)
+
     def close(self, timeout: float) -> None:
         """Ends the threads; those still in user code after `timeout` seconds are left behind."""
         with self._counts_lock:
@@ -109,6 +135,7 @@ class WorkPool:
         this pool, and ends with its task."""
         self._counts_lock = threading.Lock()
         self._is_closed = True
+        self.submit = _leave_undone  # type: ignore[method-assign]
         self._queue = queue.SimpleQueue()
         self._queue.put(None)
 
@@ -155,11 +182,19 @@ class WorkPool:
                         return
                     self._backlog -= 1
                     self._started += 1
-                try:
-                    task()
-                except Exception:  # noqa: BLE001 - tasks answer for themselves; this is a bug trap
-                    _log.exception("a task failed outside of its call")
+                _run_guarded(task)
                 del task  # its arguments must not live until the next one comes
         finally:
             with self._counts_lock:
                 self._threads.discard(threading.current_thread())
+
+
+def _run_guarded(task: Task) -> None:
+    try:
+        task()
+    except Exception:  # noqa: BLE001 - tasks answer for themselves; this is a bug trap
+        _log.exception("a task failed outside of its call")
+
+
+def _leave_undone(task: Task) -> None:
+    """What a forked child does with tasks."""

@@ -254,7 +254,7 @@ class Worker:
         for extension in self.extensions.values():
             extension.close()
         self.references.close()
-        self.agent.network.close(patience=patience)
+        self.agent.close(patience=patience)
 
     def close_at_exit(self) -> None:
         """Sees to it that a program which ends without a shutdown ends its worker all the same.

@@ -75,7 +75,10 @@ class SocketConnection(SocketBytes):
             total = HEADER.size + length
             if total <= JOINED_UP_TO:
                 whole = b"".join((header, *body))
-                put = NOT_PUT if mailbox is None else mailbox.put(whole, self._frames_sent)
+                try:
+                    put = NOT_PUT if mailbox is None else mailbox.put(whole, self._frames_sent)
+                except ValueError:  # its memory is gone: whoever reads here has found the end
+                    raise ConnectionClosed("it has been closed") from None
                 if put != NOT_PUT:
                     if put == FOR_SLEEPER:
                         self._frames_sent += 1
