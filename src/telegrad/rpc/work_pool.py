@@ -29,7 +29,7 @@ _log = logging.getLogger("telegrad.rpc")
 
 _IDLE_SECONDS = 5.0
 _GROWTH = 16  # threads started at once when all are blocked
-_PAUSE = 0.005  # seconds
+_FIRST_PAUSE, _LAST_PAUSE = 0.0002, 0.005  # seconds
 
 Task = Callable[[], None]
 
@@ -113,9 +113,13 @@ class WorkPool:
         """Waits until each task has a thread, `timeout` seconds at most. Others may wait for what
         one of them does, and no clock ticks any more where this is asked."""
         deadline = time.monotonic() + timeout
+        pause = _FIRST_PAUSE
         while self._backlog and time.monotonic() < deadline:
-            self.tick()
-            time.sleep(_PAUSE)
+            time.sleep(pause)
+            if pause < _LAST_PAUSE:
+                pause *= 2
+            else:
+                self.tick()
 
     def close(self, timeout: float) -> None:
         """Ends the threads; those still in user code after `timeout` seconds are left behind."""
