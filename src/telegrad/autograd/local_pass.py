@@ -150,13 +150,12 @@ class LocalPass:
         if self._frontier is None and len(self._awaited) < MOST_WALKED:
             graph = self._graph_of_unblocked()
             if graph is not None:
-                leaves = graph.leaves
+                leaves, recvs, size = graph.leaves, graph.recvs, len(graph.nodes)
                 self._arrived.clear()
                 entering, self._entering = self._entering, {}
-                if leaves:
-                    if len(entering) == len(leaves) and _are_all(self._is_free, entering):
-                        return [], self._into_free_leaves(entering)
-                elif _are_all(_is_passed_through, entering):
+                if len(leaves) == size == len(entering) and _are_all(self._is_free, entering):
+                    return [], self._into_free_leaves(entering)
+                if len(recvs) == size and _are_all(_is_passed_through, entering):
                     return _pass_through(entering), []
                 if can_catch(graph):
                     return catch(self, graph, entering)

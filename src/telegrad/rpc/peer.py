@@ -181,7 +181,7 @@ class Peer:
                     kind, Flags.NO_ANSWER, 0, context_id, message_id, body, buffers
                 )
                 return
-            lane = self._take_lane()
+            lane = self._idle_lane() or self._open_lane(None)
         except ConnectionClosed as error:
             self.lose(str(error))
             raise self.loss(what()) from None
@@ -214,7 +214,7 @@ class Peer:
         Ends in the receipt, in `WorkerLost`, or in None if it is interrupted: then `finish_later`
         gets what is to be run on another thread, and returns the receipt there, if it comes.
         """
-        lane = self._take_lane()
+        lane = self._idle_lane() or self._open_lane(None)
         number = next(self._numbers)
         try:
             lane.set_timeout(_POST_SECONDS)
@@ -259,9 +259,6 @@ class Peer:
             return self._receipt(lane, number, kind)
         except WorkerLost:
             return None  # told to all who watch
-
-    def _take_lane(self) -> Connection:
-        return self._idle_lane() or self._open_lane(None)
 
     def _idle_lane(self) -> Connection | None:
         while True:
