@@ -199,9 +199,10 @@ def test_draining_gives_every_task_a_thread(pool):
     """The first ones wait for the last, and no clock ticks."""
     release = threading.Event()
     for _ in range(5):
-        pool.submit(lambda: release.wait(PATIENCE))
+        pool.submit(lambda: release.wait(2 * PATIENCE))
     pool.submit(release.set)
     pool.drain(PATIENCE)
+    assert pool._backlog == 0
     assert release.wait(PATIENCE)
 
 
