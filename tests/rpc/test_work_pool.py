@@ -195,6 +195,18 @@ def test_also_if_there_is_no_thread_for_it(pool, monkeypatch, caplog):
     assert "a task failed outside of its call" in caplog.text
 
 
+def test_a_pool_that_has_fallen_silent_does_nothing_any_more(pool):
+    pool.start()
+    ran = []
+    pool.submit(lambda: ran.append("before"))
+    until(lambda: pool.is_idle)
+    pool.fall_silent(PATIENCE)
+    before = threading.active_count()
+    pool.submit(lambda: ran.append("after"))
+    assert threading.active_count() == before
+    assert ran == ["before"]
+
+
 def test_draining_gives_every_task_a_thread(pool):
     """The first ones wait for the last, and no clock ticks."""
     release = threading.Event()

@@ -381,7 +381,7 @@ class Network:
         pings neither; whoever needs an answer hears of the end of the process, or takes the silence
         for it."""
         self.clock.stop()
-        self.work.close(timeout=1.0)  # they are idle
+        self.work.fall_silent(timeout=1.0)  # they are idle
 
     def close(self, *, patience: float) -> None:
         """Ends everything: listeners, connections, threads. Every wait on them ends by it.

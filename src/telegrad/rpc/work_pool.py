@@ -55,6 +55,7 @@ class WorkPool:
         self._started_at_last_tick = 0
         self._threads: set[threading.Thread] = set()
         self._is_closed = False
+        self._is_silent = False  # closed, and leaves undone what comes
         self._is_starved = False  # no thread could be started when it was last tried
         leave_at_fork(self)
 
@@ -75,7 +76,8 @@ class WorkPool:
                 self._queue.put(task)  # in here: before those that end the threads
             wants_thread = self._backlog > self._waiting and len(self._threads) < self._usual_size
         if is_late:
-            self._run_late(task)
+            if not self._is_silent:
+                self._run_late(task)
         elif wants_thread:
             self._start_thread()
 
@@ -134,12 +136,16 @@ class WorkPool:
             if thread.is_alive():
                 _log.warning("a call is still running on %s while its worker ends", thread.name)
 
+    def fall_silent(self, timeout: float) -> None:
+        """Closes, and leaves undone what comes later: the interpreter is about to end."""
+        self._is_silent = True
+        self.close(timeout)
+
     def leave_to_parent(self) -> None:
         """In a forked child: the tasks are the parent's. The one that has forked may be a thread of
         this pool, and ends with its task."""
         self._counts_lock = threading.Lock()
-        self._is_closed = True
-        self.submit = _leave_undone  # type: ignore[method-assign]
+        self._is_closed = self._is_silent = True
         self._queue = queue.SimpleQueue()
         self._queue.put(None)
 
@@ -198,7 +204,3 @@ def _run_guarded(task: Task) -> None:
         task()
     except Exception:  # noqa: BLE001 - tasks answer for themselves; this is a bug trap
         _log.exception("a task failed outside of its call")
-
-
-def _leave_undone(task: Task) -> None:
-    """What a forked child does with tasks."""
