@@ -262,3 +262,23 @@ def test_tables_of_more_shapes_than_are_remembered() -> None:
         assert bool(need_grad) == tensor.requires_grad
     assert len(small._descriptions) <= small._MOST_KNOWN
     assert len(small._layouts) <= small._MOST_KNOWN
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 1023, 1024, 1025, 16383])
+def test_every_byte_comes_as_it_went(length: int) -> None:
+    tensor = (torch.arange(length) * 7 % 251).to(torch.uint8)
+    codec = Codec()
+    for value in (tensor, [tensor, tensor.flip(0)]):
+        encoded = codec.encode(value)
+        came = codec.decode(encoded.payload, encoded.buffers)
+        if isinstance(value, list):
+            assert all(map(torch.equal, came, value))
+        else:
+            assert torch.equal(came, value)
+
+
+def test_what_reads_memory_is_kept_for_small_tensors_only() -> None:
+    before = small._reader.cache_info().currsize
+    for length in range(2000, 2100):
+        small.pack_small([torch.zeros(length)])
+    assert small._reader.cache_info().currsize == before

@@ -17,6 +17,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable, Sequence
+from functools import cache
 from math import prod
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -58,21 +59,22 @@ bytes_at = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t
 
 
 _Reader: TypeAlias = Callable[[int], "ctypes.Array[ctypes.c_char]"]
-"""Some bytes of memory, at an address. A third of the time that `bytes_at` takes, once the reader
-for so many bytes is there."""
+"""Some bytes of memory, at an address. It takes a third of the time that `bytes_at` does."""
+
+# A reader takes 20 µs to make, and some memory, and programs may send tensors of ever new lengths:
+# there is one for each small number of bytes, and none for others.
+_MOST_READ: Final = 1024
 
 
+@cache
 def _reader(size: int) -> _Reader:
     return (ctypes.c_char * size).from_address
-
-
-_read_number: Final = {size: _reader(size) for size in {dtype.itemsize for dtype in CODES}}
 
 
 class _Description(NamedTuple):
     """How a tensor of some type and shape lies in a table."""
 
-    read: _Reader
+    read: _Reader | None
     size: int
     padding: bytes
     keeps_grad: bool
@@ -169,10 +171,13 @@ def _look_at(tensor: object, may_overlap: bool) -> tuple[_Description, bytes, in
         return None
     if not address or tensor.is_neg() or tensor.is_conj():
         return None
+    read, size = description[:2]
     if is_one_number:
-        data = _read_number[tensor.dtype.itemsize](address).raw * tensor.numel()
+        data = _reader(tensor.dtype.itemsize)(address).raw * tensor.numel()
+    elif read is not None:
+        data = read(address).raw
     else:
-        data = description[0](address).raw
+        data = bytes_at(address, size)
     return description, data, address
 
 
@@ -186,7 +191,8 @@ def _describe(key: tuple[torch.dtype, torch.Size, bool]) -> _Description | None:
     padding = bytes(-size & ALIGNED)
     record = _RECORDS[len(shape)].pack(len(shape), code, keeps_grad, *shape)
     alone = _HEAD.pack(1, len(record), size + len(padding)) + record
-    description = _Description(_reader(size), size, padding, keeps_grad, record, alone)
+    read = _reader(size) if size <= _MOST_READ else None
+    description = _Description(read, size, padding, keeps_grad, record, alone)
     _remember(_descriptions, key, description)
     return description
 
