@@ -36,7 +36,7 @@ from telegrad.rpc.outcome import (
     rebuild_failure,
 )
 from telegrad.rpc.own_calls import OwnCalls
-from telegrad.rpc.peer import Peer, not_sent
+from telegrad.rpc.peer import SHUT_DOWN, Peer, not_sent
 from telegrad.rpc.rendezvous import Directory
 from telegrad.rpc.seams import NO_CONTEXT, Handler, Rescue, Timer
 from telegrad.rpc.service import Service
@@ -51,7 +51,6 @@ __all__ = ["Agent"]
 _log = logging.getLogger("telegrad.rpc")
 
 _HEAD_ROOM = 4096  # of a body, for what stands in front of the payload
-_SHUT_DOWN = "this worker has shut down"
 
 
 class Agent:
@@ -307,7 +306,7 @@ class Agent:
                 pending.expire()
 
         if not calls.add(call_id, call):
-            call.fail(_SHUT_DOWN)
+            call.fail(SHUT_DOWN)
             return
         if call.seconds:
             # Not on the clock's thread: it runs the callbacks of a program.
@@ -473,7 +472,7 @@ class Agent:
         """Ends everything, see `Network.close`. What waits for an answer of this worker's own, too,
         fails."""
         for call in self._own_calls.close():
-            self.network.work.submit(partial(call.fail, _SHUT_DOWN))
+            self.network.work.submit(partial(call.fail, SHUT_DOWN))
         self.network.close(patience=patience)
 
 

@@ -46,7 +46,10 @@ from telegrad.transport.handshake import Purpose
 from telegrad.transport.shm import SharedMemory
 from telegrad.wire.frames import Flags, Frame, Kind
 
-__all__ = ["Peer", "not_sent"]
+__all__ = ["SHUT_DOWN", "Peer", "not_sent"]
+
+SHUT_DOWN = "this worker has shut down"
+"""Why calls fail that are open when it does."""
 
 # How long an idle lane may take to swallow a message. It is the usual timeout of calls: a lane that
 # serves both does not have to be told a new one each time.
@@ -515,11 +518,10 @@ class Peer:
         for multiplex in self._multiplexes:
             if not multiplex.is_closed:
                 multiplex.say_goodbye(max(1e-3, goodbye_until - time.monotonic()))
-        reason = "this worker has shut down"
-        self.lose(reason)
+        self.lose(SHUT_DOWN)
         self._end_connections()  # also if it was lost before
         for multiplex in self._multiplexes:
-            multiplex.give_up(reason)
+            multiplex.give_up(SHUT_DOWN)
 
     def join(self) -> None:
         """Waits for the threads that read from the worker, once it is closed. They end by that,
