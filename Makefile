@@ -1,8 +1,11 @@
-# Everything runs in an environment of its own, .venv, made at first use.
+# Everything runs in an environment of its own, made at first use. PYTHON, VENV and TORCH make one
+# of other versions: make test PYTHON=python3.13 VENV=.venv313 TORCH=2.15.0
 PYTHON ?= python3
 VENV := .venv
+TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+CONSTRAINTS := $(VENV)/constraints.txt
 
 .PHONY: demo test lint types docs conformance bench clean
 
@@ -33,12 +36,13 @@ bench: $(INSTALLED)
 # gigabytes of CUDA libraries.
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch==2.13.0 numpy
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(CONSTRAINTS)
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) torch numpy
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'
 	touch $@
 
 $(VENV)/.docs: $(INSTALLED)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[docs]'
 	touch $@
 
 clean:

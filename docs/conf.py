@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 from typing import Any
 
+from sphinx.pycode import ModuleAnalyzer
+
 project = "telegrad"
 author = "The telegrad authors"
 version = release = importlib.metadata.version("telegrad")
@@ -34,15 +36,20 @@ nitpicky = True
 # Names of other projects, and of our own that are no part of the public face, have no page here.
 nitpick_ignore_regex = [
     (r"py:.*", r"(torch|collections|typing|os|ssl|pathlib|threading|multiprocessing)\b.*"),
+    (r"py:class", r"T|Callable|WorkerInfo|RemoteFuture"),  # in signatures that a page writes out
     (
         r"py:.*",
-        r"telegrad\.(ids|wire|transport|rpc\.\w+|autograd\.\w+|optim\.\w+|testing\.\w+)\b.*",
+        r"telegrad\.(ids|wire|transport|rpc\.\w+|autograd\.\w+|optim\.\w+|testing\.\w+|nn\.module|remote_calls\.T)\b.*",
     ),
 ]
 
 
 def setup(app: Any) -> None:
     app.connect("autodoc-process-signature", _readable_signature)
+    # The page writes out one signature for the overloads of `call` and `submit`.
+    analyzer = ModuleAnalyzer.for_module("telegrad.remote_calls")
+    analyzer.analyze()
+    analyzer.overloads.clear()
 
 
 def _readable_signature(

@@ -12,6 +12,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import telegrad
 from telegrad import autograd, nn, observe, optim, rpc
@@ -36,7 +37,7 @@ def outputs(page):
 PAGES_WITH_SNIPPETS = [p for p in PAGES if snippets(p) and p.name != "README.md"]
 
 
-MODULE = re.compile(r"# (\w+)\.py\n")
+MODULE = re.compile(r"# (\w+)\.py\b.*\n")
 
 
 @pytest.mark.parametrize("page", PAGES_WITH_SNIPPETS, ids=lambda page: page.name)
@@ -60,20 +61,102 @@ def test_snippets_of_a_page_run_in_order(page, tmp_path, monkeypatch):
         sys.modules.pop(module, None)
 
 
-def test_the_program_in_the_readme_prints_what_it_says(tmp_path):
-    (program,) = snippets(ROOT / "README.md")
-    script = tmp_path / "train.py"
-    script.write_text(program)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+def programs(page):
+    """Those that are complete, and begin with a file's name, in order."""
+    return [code for language, code in BLOCK.findall(page.read_text()) if language == "py"]
+
+
+def run_program(directory, program):
+    name = f"{MODULE.match(program)[1]}.py"
+    (directory / name).write_text(program)
     done = subprocess.run(
-        [*launcher, "--nproc-per-node", "2", str(script)],
+        [sys.executable, name],
+        cwd=directory,
         capture_output=True,
         text=True,
         timeout=100,
         check=False,
     )
     assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_the_program_in_the_readme_prints_what_it_says(tmp_path):
+    (program,) = snippets(ROOT / "README.md")
+    done = run_program(tmp_path, program)
     assert done.stdout == outputs(ROOT / "README.md")[0]
+    state = torch.load(tmp_path / "model.pt", weights_only=True)["model"]
+    assert {type(tensor) for tensor in state.values()} == {torch.Tensor}
+    assert list(state)[:3] == ["0.weight", "1.layers.0.weight", "1.layers.0.bias"]
+
+
+TUTORIALS = ROOT / "docs" / "tutorials"
+
+
+@pytest.mark.parametrize("name", ["first-steps", "split-a-model", "parameter-server", "pipeline"])
+def test_the_programs_of_a_tutorial_print_what_it_says(name, tmp_path):
+    page = TUTORIALS / f"{name}.md"
+    printed = [run_program(tmp_path, program).stdout for program in programs(page)]
+    assert [text for text in printed if text] == outputs(page)
+
+
+def test_a_split_model_has_the_losses_of_one_process():
+    one, split, go_on = outputs(TUTORIALS / "split-a-model.md")
+    assert split + go_on == one
+
+
+ONE_PROCESS = """
+alone = make_model()
+optimizer = torch.optim.Adam(alone.parameters(), lr=0.01)
+for _ in range(100):
+    F.cross_entropy(alone(words), targets).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+assert all(map(torch.equal, model.state_dict().values(), alone.state_dict().values()))
+"""
+
+
+def test_a_parameter_server_with_one_trainer_is_training_in_one_process(tmp_path):
+    (program,) = programs(TUTORIALS / "parameter-server.md")
+    begin = program.index("with telegrad.workers")
+    single = "trainers = trainers[:1]\ntorch.set_num_threads(1)\n" + program[begin:]
+    single = single.replace(
+        'workers("server", *trainers)', 'workers("server", *trainers, threads=1)'
+    )
+    run_program(tmp_path, program[:begin] + single + ONE_PROCESS)
+
+
+def test_the_parameter_server_with_contexts_prints_what_it_says(tmp_path):
+    page = TUTORIALS / "parameter-server-contexts.md"
+    (program,) = programs(page)
+    (tmp_path / "ps.py").write_text(program)
+    done = subprocess.run(
+        [sys.executable, "-m", "telegrad", "run", "-n", "2", "ps.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == outputs(page)[0]
+    assert "Warning" not in done.stderr
+
+
+def test_the_test_file_of_the_cookbook_passes(tmp_path):
+    page = ROOT / "docs" / "cookbook" / "failures-and-tests.md"
+    (program,) = [code for language, code in BLOCK.findall(page.read_text()) if language == "py"]
+    (tmp_path / "test_encoder.py").write_text(program)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "test_encoder.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "3 passed" in done.stdout
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

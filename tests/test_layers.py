@@ -15,12 +15,13 @@ import telegrad.rpc
 SOURCE = Path(telegrad.__file__).parent
 
 LAYERS = [
-    {"errors", "forks", "ids", "threads"},
+    {"drop_in", "errors", "forks", "ids", "locks", "threads"},
     {"wire"},
     {"transport"},
     {"rpc"},
     {"autograd"},
-    {"optim", "nn"},
+    {"tensors"},
+    {"optim", "nn", "remote_calls"},
     {"observe"},
     {"compat"},
     {"launch", "demo"},
@@ -79,8 +80,8 @@ def test_the_command_line_does_not_load_the_yardstick():
             assert not any(name.startswith("telegrad.bench") for name in names), module
 
 
-YARDSTICK = SOURCE / "demo" / "sides.py"
-"""Runs the demo's job on torch's RPC too, to compare."""
+YARDSTICK = SOURCE / "demo" / "timing.py"
+"""Times the demo's training step on torch's RPC, too."""
 
 
 @pytest.mark.parametrize(
@@ -141,10 +142,12 @@ def test_the_public_errors_are_these_and_all_are_runtime_errors():
         "BackwardError",
         "ContextError",
         "LaunchError",
+        "NotAllowed",
         "NotInitialized",
         "ProtocolError",
         "RRefError",
         "RemoteError",
+        "ReplyLost",
         "RpcTimeout",
         "SerializationError",
         "TelegradError",

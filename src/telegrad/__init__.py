@@ -8,17 +8,44 @@ and in what `torch.compile` compiles.
 
 from __future__ import annotations
 
-from telegrad import autograd, rpc
+from telegrad import autograd, rpc, tensors
+from telegrad.autograd import plain
 from telegrad.autograd.attachment import attach
 from telegrad.compat.compiler import keep_out
 from telegrad.compat.torchscript.watch import watch
 from telegrad.errors import TelegradError
+from telegrad.launch.membership import Membership, join, manual_seed, name
+from telegrad.launch.workers import Workers, workers
+from telegrad.nn.module import module
+from telegrad.nn.pipeline import Pipeline
+from telegrad.remote_calls import RemoteFuture, call, object, submit
 
-__all__ = ["TelegradError", "__version__", "autograd", "install", "rpc", "uninstall"]
+__all__ = [
+    "Membership",
+    "Pipeline",
+    "RemoteFuture",
+    "TelegradError",
+    "Workers",
+    "__version__",
+    "autograd",
+    "call",
+    "install",
+    "join",
+    "manual_seed",
+    "module",
+    "name",
+    "object",
+    "rpc",
+    "submit",
+    "uninstall",
+    "workers",
+]
 
 __version__ = "0.1.0"
 
 attach()
+plain.attach()
+tensors.attach()
 watch()
 keep_out()
 

@@ -6,11 +6,13 @@
     └── TelegradError
         ├── RpcTimeout             (also a TimeoutError) a call's deadline passed
         ├── WorkerLost             (also a ConnectionError) the peer died or stopped answering
+        │   └── ReplyLost          a connection to it broke; the worker itself is alive
         ├── RemoteError            the function raised, and its exception could not be rebuilt here
         ├── ContextError           no such autograd context, or one too many
         ├── BackwardError          a backward pass failed on some worker
         ├── RRefError              a remote reference was misused, or its value could not be made
         ├── SerializationError     a value could not be packed or unpacked
+        ├── NotAllowed             the callee's allow-list does not name a function or a type
         ├── AuthenticationError    the other end did not prove the cluster's secret
         ├── ProtocolError          the other end broke the rules of the wire
         ├── NotInitialized         no agent runs in this process
@@ -27,10 +29,12 @@ __all__ = [
     "BackwardError",
     "ContextError",
     "LaunchError",
+    "NotAllowed",
     "NotInitialized",
     "ProtocolError",
     "RRefError",
     "RemoteError",
+    "ReplyLost",
     "RpcTimeout",
     "SerializationError",
     "TelegradError",
@@ -65,6 +69,11 @@ class WorkerLost(TelegradError, ConnectionError):
         super().__init__(message)
         self.worker = worker
         self.reason = reason
+
+
+class ReplyLost(WorkerLost):
+    """A connection broke while a call was running, and its reply is lost. The worker is alive, and
+    so are the references to its values; how much of the call was done there is not known."""
 
 
 class RemoteError(TelegradError):
@@ -105,6 +114,15 @@ class SerializationError(TelegradError):
     def __init__(self, message: str, *, path: str = "") -> None:
         super().__init__(message)
         self.path = path
+
+
+class NotAllowed(TelegradError):
+    """`RpcOptions(allow=...)` of a worker does not name a function that it was asked to run, or
+    something that a message to it would build. `name` says what, if it has a name."""
+
+    def __init__(self, message: str, *, name: str = "") -> None:
+        super().__init__(message)
+        self.name = name
 
 
 class AuthenticationError(TelegradError):

@@ -4,26 +4,34 @@ A *worker id* is a worker's rank, at most 32767. A *context id* and an *autograd
 the id of the worker that made them in their upper 16 bits, so workers make them without asking
 each other and everybody can tell where one comes from. An `RRefId` names a remote value, a
 `ForkId` one reference to it; both are (worker that made it, its counter).
+
+No id is used twice while a group exists, however often a rank is taken anew: by a worker that
+left and came back, or by one started after a crash. Other workers remember ids of the dead, and
+would take a new reference or context for an old one. So the store where the workers meet numbers
+the *lives* of each rank, and every counter begins at `first_of_life`. (Rejected: the time of day,
+which differs between hosts and can be set back.)
 """
 
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable
 from typing import NamedTuple
 
 __all__ = [
     "COUNTER_BITS",
+    "MAX_LIVES",
     "MAX_WORKER_ID",
     "ForkId",
     "RRefId",
     "WorkerCounter",
-    "first_of_this_life",
+    "first_of_life",
     "worker_of",
 ]
 
 COUNTER_BITS = 48
+_LIFE_BITS = 14
+MAX_LIVES = 1 << _LIFE_BITS
 MAX_WORKER_ID = 0x7FFF  # ids travel as signed 64-bit integers: the sign bit stays clear
 
 
@@ -62,13 +70,13 @@ class WorkerCounter:
         return self._base + (1 << COUNTER_BITS) - 1
 
 
-def first_of_this_life() -> int:
-    """A beginning for the counters of a worker that starts now, beyond all ids that a worker of the
-    same id has made before it: the time, in units in which nobody makes two ids.
+def first_of_life(life: int) -> int:
+    """Where the counters of a worker begin: each life has 2^34 ids of every kind.
 
-    Others remember ids of the dead, and would take a new context for one that was released.
+    Args:
+        life: how many workers of the group had the same rank before; below `MAX_LIVES`.
     """
-    return time.time_ns() // 10_000  # 48 bits last until 2059
+    return life << (COUNTER_BITS - _LIFE_BITS)
 
 
 def worker_of(id_: int) -> int:

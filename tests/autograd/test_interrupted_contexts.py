@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import random
+import signal
+import sys
+
+import pytest
 import torch
 from process_programs import wait_until_clean
 
@@ -38,3 +43,37 @@ def test_a_context_that_is_interrupted_at_any_step_is_left_and_freed_everywhere(
                 pass
         wait_until_clean(["worker0", "worker1"])
     assert interrupted > 10
+
+
+@pytest.fixture
+def dropped():
+    """Exceptions that Python has dropped, because a destructor has raised them."""
+    errors = []
+    before, sys.unraisablehook = sys.unraisablehook, lambda u: errors.append(u.exc_value)
+    yield errors
+    sys.unraisablehook = before
+
+
+def test_no_ctrl_c_is_dropped_by_blocks(dropped):
+    def press(*_):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, press)
+    chance = random.Random(3)
+    arrived = 0
+    try:
+        with cluster(1):
+            while arrived < 300 and not dropped:
+                try:
+                    try:
+                        signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-4, 1e-3))
+                        while not dropped:
+                            with dist_autograd.context():
+                                pass
+                    finally:
+                        signal.setitimer(signal.ITIMER_REAL, 0)
+                except KeyboardInterrupt:
+                    arrived += 1
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert not dropped

@@ -344,7 +344,7 @@ class TestAReleasedContext:
             rpc.rpc_sync(by, dist_autograd._release_context, (contexts[0],))
             waiter.join()
             assert isinstance(waiter.error, ContextError), waiter.error
-            assert "Could not find autograd context with id" in str(waiter.error)
+            assert "during the backward pass" in str(waiter.error)
             assert waiter.ended_at - released_at < SOON
             rpc.rpc_sync("worker2", programs.set_fault)
             wait_until_clean(workers(3))

@@ -17,7 +17,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "rnn_remote_embedding.py"
 DIFFERENCE = "largest difference to the losses in one process:"
 
 
-def agent(node, address, port, *before):
+def agent(node, address, port, *before, **settings):
     """torchrun on one of two machines; `before` is what puts it there."""
     return subprocess.Popen(
         [
@@ -25,7 +25,7 @@ def agent(node, address, port, *before):
             *("--node-rank", str(node), "--nproc-per-node", "1"),
             *("--master-addr", address, "--master-port", str(port), str(EXAMPLE)),
         ],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **settings},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -67,9 +67,25 @@ def hosts():
 def test_two_agents_on_two_machines(hosts):
     printed = outcome(
         [
-            agent(node, "10.99.8.1", 29600, "ip", "netns", "exec", host)
+            agent(node, "10.99.8.1", 29600, "ip", "netns", "exec", host, TELEGRAD_SECRET="5" * 64)
             for node, host in enumerate(hosts)
         ]
     )
     assert DIFFERENCE in printed
     assert printed.endswith("ok\n")
+
+
+def test_two_machines_without_a_secret_are_refused(hosts):
+    agents = [
+        agent(node, "10.99.8.1", 29600, "ip", "netns", "exec", host)
+        for node, host in enumerate(hosts)
+    ]
+    try:
+        ends = [running.communicate(timeout=100) for running in agents]
+    finally:
+        for running in agents:
+            running.kill()
+            running.communicate()
+    assert all(running.returncode for running in agents)
+    for _, errors in ends:
+        assert "export TELEGRAD_SECRET=$(" in errors

@@ -104,10 +104,17 @@ def test_it_can_be_made_from_a_reference(module):
 
 def test_what_acts_on_the_empty_shell_is_refused(module):
     for name in ("state_dict", "to", "cuda", "register_forward_hook", "children", "zero_grad"):
-        with pytest.raises(ValueError, match=f"``{name}`` not supported for RemoteModule"):
+        with pytest.raises(
+            ValueError, match=rf"{name}\(\) does not work on a RemoteModule.*worker1"
+        ):
             getattr(module, name)()
-    with pytest.raises(ValueError, match="use ``remote_parameters`` instead"):
-        module.parameters()
+    with pytest.raises(ValueError, match=r"get_module_rref\(\)\.rpc_sync\(\)\.state_dict\("):
+        module.state_dict()
+    for walk in (module.parameters, nn.Sequential(module).parameters):
+        with pytest.raises(
+            ValueError, match=r"module is on worker 'worker1': use remote_parameters"
+        ):
+            list(walk())
     assert repr(module) == "RemoteModule(worker1/cpu)"
 
 
@@ -117,8 +124,21 @@ def test_a_plain_pickler_is_refused(module):
 
 
 def test_what_is_no_module_is_refused():
-    with pytest.raises(ValueError, match=r"returns an instance of <class nn.Module>"):
-        RemoteModule("worker1", dict)(1)
+    for module_cls, text in [
+        (nn.Linear(3, 3), "got an instance of Linear"),
+        (dict, "got the class dict, which is not a module's"),
+        (3, "got an instance of int"),
+    ]:
+        with pytest.raises(TypeError, match=rf"module_cls must be a class of modules.*{text}"):
+            RemoteModule("worker1", module_cls)
+    with pytest.raises(TypeError, match=r"RemoteModule\(\): args must be a tuple, got 2; write"):
+        RemoteModule("worker1", Scale, 2)
+    with pytest.raises(
+        ValueError, match=r"module_cls must return an nn\.Module, and returned a dict"
+    ):
+        RemoteModule("worker1", lambda: {"not": "one"})(1)
+    with pytest.raises(ValueError, match=r"cannot be moved to 'cuda:0' on worker 'worker1'"):
+        RemoteModule("worker1/cuda:0", Scale, (2,))(torch.ones(2))
 
 
 def test_a_place_that_cannot_be_is_refused():

@@ -231,7 +231,7 @@ def test_a_context_without_messages_has_a_picture_too(group):
 
 
 def test_an_unknown_context_is_an_error(group):
-    with pytest.raises(ContextError, match="Could not find autograd context with id: 12345"):
+    with pytest.raises(ContextError, match="there is no autograd context 12345 on this worker"):
         draw(12345)
 
 
@@ -277,3 +277,17 @@ def test_outside_of_a_group_there_is_nothing_to_draw(monkeypatch):
     monkeypatch.setattr(autograd, "_without_agent", None)
     with pytest.raises(NotInitialized):
         draw(1)
+
+
+def test_a_picture_is_saved_as_svg_only(tmp_path):
+    picture = GraphPicture(DistributedGraph(context_id=1, workers=[]), "nothing")
+    with pytest.raises(ValueError, match=r"saved as SVG: name it \*\.svg, not 'g\.png'"):
+        picture.save(tmp_path / "g.png")
+    assert picture.save(tmp_path / "g.SVG").exists()
+    assert repr(picture) == "<GraphPicture 'nothing': print it, or save it as SVG>"
+
+
+def test_a_full_disk_names_the_file():
+    picture = GraphPicture(DistributedGraph(context_id=1, workers=[]), "nothing")
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+        picture.save("/dev/full")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+import telegrad
 from telegrad import autograd, rpc
 from telegrad.observe import draw
 from telegrad.testing.cluster import cluster
@@ -56,3 +57,21 @@ def test_a_worker_that_came_back_does_not_know_the_context():
             assert picture.graph.workers[1].trouble == ""
             assert picture.graph.workers[1].boxes == ()
             assert str(picture).count("(unknown)") == 2
+
+
+def test_the_graph_behind_a_loss_shows_lost_and_silent_workers_too():
+    x = torch.ones(3, requires_grad=True)
+    with cluster(3) as group:
+        y = telegrad.call("worker1", torch.mul, x, 2)
+        z = telegrad.call("worker2", torch.mul, y, 2)
+        group.pause("worker2")
+        try:
+            silent = draw(z.sum(), timeout=0.3)
+        finally:
+            group.resume("worker2")
+        assert silent.graph.workers[2].trouble == "did not answer within 0.3 seconds"
+        group.kill("worker1")
+        lost = draw(z.sum())
+        assert lost.graph.workers[1].trouble.startswith("lost: ")
+        assert str(lost).count("(unknown)") == 2
+        assert lost.graph.workers[2].trouble == ""

@@ -195,7 +195,7 @@ def test_a_closure_is_refused(weights):
 
 def test_an_unknown_context_is_refused(weights):
     optimizer = DistributedOptimizer(optim.SGD, references(weights), lr=0.1)
-    with pytest.raises(RuntimeError, match="Could not find autograd context with id: 12345"):
+    with pytest.raises(RuntimeError, match="there is no autograd context 12345 on this worker"):
         optimizer.step(12345)
 
 
@@ -206,7 +206,7 @@ def test_a_context_that_has_ended_is_refused_before_anything_is_stepped(weights)
         loss = weights[0].rpc_sync().forward(torch.ones(3, 1)).sum()
         autograd.backward(context_id, [loss])
     with pytest.raises(
-        ContextError, match=f"Could not find autograd context with id: {context_id}"
+        ContextError, match=f"there is no autograd context {context_id} on this worker"
     ):
         optimizer.step(context_id)
     for found, wanted in zip(values(weights), before, strict=True):
@@ -270,3 +270,64 @@ def test_trainers_step_the_same_parameters_at_once():
         future.wait()
     after = weight.rpc_sync().get().detach()
     assert torch.allclose(after, before - 20, atol=1e-4)
+
+
+def test_a_step_without_any_gradient_warns(weights):
+    optimizer = DistributedOptimizer(optim.SGD, references(weights), lr=0.1)
+    with autograd.context() as context_id:
+        with pytest.warns(
+            UserWarning, match=r"none of the optimizer's parameters.*backward\(\) called"
+        ):
+            optimizer.step(context_id)
+    copy = DistributedOptimizer(
+        optim.SGD, [rpc.RRef(rref.to_here()) for rref in references(weights)], lr=0.1
+    )
+    x = torch.ones(2, requires_grad=True)
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [rpc.rpc_sync("worker1", torch.mul, (x, 2)).sum()])
+        with pytest.warns(
+            UserWarning, match="gradients of other tensors: 1 on 'worker0'"
+        ) as caught:
+            copy.step(context_id)
+        assert caught[0].filename == __file__
+
+
+def test_leaves_that_no_parameter_of_the_optimizer_is_are_found(weights):
+    first, *others = references(weights)
+    optimizer = DistributedOptimizer(optim.SGD, [first], lr=0.1)
+    x = torch.ones(3, 1, requires_grad=True)
+    with autograd.context() as context_id:
+        loss = sum((rref.rpc_sync().mul(x[0, 0]).sum() for rref in (first, *others)), x.sum())
+        autograd.backward(context_id, [loss])
+        missing = optimizer.unstepped(context_id)
+        assert missing[rpc.get_worker_info().name][-1] == (3, 1)
+        assert set(missing) == {"worker0", *(rref.owner_name() for rref in others)}
+        everything = DistributedOptimizer(optim.SGD, [rpc.RRef(x), *references(weights)], lr=0.1)
+        assert everything.unstepped(context_id) == {}
+
+
+def test_mistakes_are_found_here(weights):
+    params = references(weights)
+    for given, text in [
+        ("SGD", "optimizer_class must be a class such as torch.optim.AdamW, got 'SGD'"),
+        (optim.SGD([torch.ones(1, requires_grad=True)]), "got an instance of SGD"),
+    ]:
+        with pytest.raises(TypeError, match=text):
+            DistributedOptimizer(given, params)
+    with pytest.raises(
+        TypeError, match=r"got a Parameter\. Wrap parameters.*rpc\.RRef\(p\) for p in"
+    ):
+        DistributedOptimizer(optim.SGD, torch.nn.Linear(2, 2).parameters())
+    optimizer = DistributedOptimizer(optim.SGD, params, lr=0.1)
+    with pytest.raises(TypeError, match=r"zero_grad\(\) is not needed"):
+        optimizer.zero_grad()
+    with pytest.raises(TypeError, match="context_id must be the integer"):
+        optimizer.step("x")
+    scheduler = DistributedLRScheduler(optimizer, optim.lr_scheduler.StepLR, step_size=1)
+    for of in (optimizer, scheduler):
+        with pytest.raises(ValueError, match=f"not a state of a {type(of).__name__}.*'workers'"):
+            of.load_state_dict({})
+    with pytest.raises(TypeError, match="the optimizer comes first"):
+        DistributedLRScheduler(optim.lr_scheduler.StepLR, optimizer)
+    with pytest.raises(TypeError, match="scheduler_class must be a class such as"):
+        DistributedLRScheduler(optimizer, "StepLR")

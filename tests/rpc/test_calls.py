@@ -28,13 +28,13 @@ def fail(text):
 
 
 class Odd(Exception):
-    def __init__(self, a, b):
-        super().__init__(a)
-        self.b = b
+    def __init__(self, text):
+        super().__init__(text)
+        self.lock = threading.Lock()
 
 
 def fail_oddly():
-    raise Odd("cannot be rebuilt", 2)
+    raise Odd("cannot be sent")
 
 
 def bounce(depth, here, there):
@@ -222,7 +222,7 @@ def test_an_exception_keeps_its_type_arguments_and_remote_traceback():
 
 
 def test_an_exception_that_cannot_be_rebuilt_is_told_as_text():
-    with pytest.raises(TelegradError, match=r"worker1.*Odd: cannot be rebuilt"):
+    with pytest.raises(TelegradError, match=r"worker1.*Odd: cannot be sent"):
         rpc.rpc_sync("worker1", fail_oddly)
 
 
@@ -304,7 +304,7 @@ def test_a_call_that_takes_too_long_fails_in_time(to):
         lambda: rpc.rpc_async(to, sleep, (1.0,), timeout=0.1).wait(),
     ):
         begun = time.monotonic()
-        with pytest.raises(RpcTimeout, match=r"RPC ran for more than set timeout \(100 ms\)"):
+        with pytest.raises(RpcTimeout, match=r"did not answer.* within 0\.1 s; it may still"):
             call()
         assert time.monotonic() - begun < 0.9
     assert rpc.rpc_sync(to, whoami, timeout=10) == to

@@ -7,6 +7,7 @@ import collections
 import pytest
 
 from telegrad.rpc.door import Door, _Stranger
+from telegrad.rpc.worker_info import WorkerInfo
 
 
 class Knocking:
@@ -35,7 +36,8 @@ class Crowd(collections.deque):
 
 @pytest.fixture
 def door():
-    return Door("worker0", b"secret", lambda _: None, lambda *_: None, lambda *_: None)
+    info = WorkerInfo("worker0", 0)
+    return Door(info, bytes(16), b"key", lambda _: None, lambda *_: None, lambda *_: None)
 
 
 def test_those_go_that_have_been_silent_for_too_long(door):

@@ -265,7 +265,7 @@ def test_children_can_be_workers_of_another_group(tmp_path):
             *seen, told, end = child.result()
             assert seen == [f"child{rank}", rank, [3, 3]]
             assert told == refused()
-            assert end.startswith("RPC has not been initialized")
+            assert end.startswith("this worker has shut down")
         assert held.pop("reference").to_here() == 5
 
 
@@ -280,7 +280,7 @@ def start_and_end(place):
 def test_a_lock_that_another_thread_holds_is_free_in_the_child(tmp_path):
     with cluster(2):
         worker = current.current()
-        locks = [api._init_lock, worker._closing_lock, worker.references.table._lock]
+        locks = [api._init_lock, worker._closing_lock, worker.references.table._turns._lock]
         locks += [peer._connections_lock for peer in worker.agent.network.members.peers()]
         with contextlib.ExitStack() as stack:
             for lock in locks:
@@ -471,3 +471,71 @@ def test_the_drop_in_refuses_in_a_child_and_starts_anew(tmp_path):
         tmp_path,
     )
     assert printed == "3 {'parent': 1}\n"
+
+
+LARGE = 1 << 18  # elements: through shared memory
+
+
+def keep(tensor):
+    held["tensor"] = tensor
+
+
+def fork_and_look():
+    """Returns what a child sees of the kept tensor before and after this process has let go of it,
+    and the memory has been filled anew."""
+    line, there = forking.Pipe()
+    process = forking.Process(target=look_twice, args=(there,))
+    process.start()
+    there.close()
+    held.pop("tensor")
+    held["child"] = line, process
+
+
+def look_twice(line):
+    before = first_element()
+    line.recv()
+    line.send((before, first_element()))
+
+
+def what_the_child_saw():
+    line, process = held.pop("child")
+    line.send("now")
+    assert line.poll(PATIENCE), "the child hangs"
+    seen = line.recv()
+    process.join(PATIENCE)
+    line.close()
+    return seen
+
+
+def write_in_child():
+    in_child(overwrite)  # by numpy: torch's own threads do not survive a fork
+    return held.pop("tensor").mean().item()
+
+
+def overwrite():
+    held["tensor"].numpy()[:] = 7.0
+
+
+def first_element():
+    return float(held["tensor"].numpy()[0])
+
+
+def test_a_childs_received_tensors_are_its_own():
+    with cluster(2):
+        rpc.rpc_sync("worker1", keep, (torch.ones(LARGE),))
+        rpc.rpc_sync("worker1", fork_and_look)
+        for _ in range(4):
+            rpc.rpc_sync("worker1", same, (torch.full((LARGE,), 5.0),))
+        assert rpc.rpc_sync("worker1", what_the_child_saw) == (1.0, 1.0)
+
+
+def test_what_a_child_writes_to_received_tensors_stays_in_it():
+    with cluster(2):
+        rpc.rpc_sync("worker1", keep, (torch.ones(LARGE),))
+        assert rpc.rpc_sync("worker1", write_in_child) == 1.0
+
+
+def test_a_childs_results_that_came_back_in_the_requests_memory_are_its_own():
+    with cluster(2):
+        held["tensor"] = rpc.rpc_sync("worker1", same, (torch.ones(LARGE),))
+        assert write_in_child() == 1.0

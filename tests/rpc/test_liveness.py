@@ -73,7 +73,7 @@ def test_pings_are_sent_at_their_interval():
 def test_silence_is_noticed_at_its_timeout_and_told_once():
     machine = in_state(State.PRESENT)
     losses = [s for s in look(machine, 0, 20) if isinstance(s[1], DeclareLost)]
-    assert losses == [(5.25, DeclareLost("no sign of life for 5.2 seconds"))]
+    assert losses == [(5.25, DeclareLost("no sign of life for 5.2 seconds", by_silence=True))]
 
 
 def test_a_sign_of_life_begins_the_silence_anew():
@@ -191,3 +191,22 @@ def test_who_is_silent_is_lost_in_time_however_often_the_clock_is_looked_at(step
         machine.handle(TimePassed(), now)
         assert now <= TIMEOUT + 2 * step + 1e-6
     assert now > TIMEOUT
+
+
+def test_a_connection_that_breaks_after_a_silence_is_no_proof_of_a_death():
+    """A cut cable: the network gives the connection up before the heartbeat does."""
+    for heard, is_silent in ((0.0, True), (4.0, False)):
+        machine = in_state(State.PRESENT)
+        for tick in range(1, 9):
+            machine.handle(TimePassed(), tick / 2)
+        machine.handle(Heard(), heard)
+        (loss,) = machine.handle(Ended("it broke", is_break=True), 4.2)
+        assert loss.by_silence is is_silent
+        assert loss.reason.startswith("it broke")
+
+
+def test_a_goodbye_after_a_silence_is_a_goodbye():
+    machine = in_state(State.PRESENT)
+    for tick in range(1, 9):
+        machine.handle(TimePassed(), tick / 2)
+    assert machine.handle(Ended("it has shut down"), 4.2) == [DeclareLost("it has shut down")]

@@ -115,10 +115,17 @@ def test_signs_of_life_do_not_queue_up_behind_a_long_message():
     sent = []
 
     class Slow:
-        def send(self, kind, *parts):
+        has_rest = False
+        messages_begun = 0
+
+        def send_without_waiting(self, kind, *parts):
+            sent.append(kind)
+            self.has_rest = kind is Kind.CALL
+
+        def send_rest(self):
             begun.set()
             may_end.wait(PATIENCE)
-            sent.append(kind)
+            self.has_rest = False
 
     multiplex = Multiplex(Slow(), "test", None, None, None, None)
     message = threading.Thread(target=multiplex.send, args=(Kind.CALL,))
@@ -295,6 +302,9 @@ class Ending:
 
     is_closed = False
 
+    def __init__(self):
+        self.heard_at = time.monotonic()
+
     def start(self, *, is_opener):
         pass
 
@@ -302,8 +312,8 @@ class Ending:
 def test_a_worker_is_lost_with_the_last_multiplex_and_not_by_one_of_before():
     losses = []
 
-    def lost(peer, reason):
-        losses.append(reason)
+    def lost(peer, loss):
+        losses.append(loss.reason)
 
     peer = Peer(WorkerInfo("other", 1), b"", None, None, lost, None, (1.0, 10.0), print)
     first, second, third = Ending(), Ending(), Ending()

@@ -13,6 +13,7 @@ import pytest
 
 from telegrad.errors import ProtocolError
 from telegrad.rpc import reception
+from telegrad.rpc.begun_requests import BegunRequests
 from telegrad.rpc.reception import Reception
 from telegrad.transport import mailbox, processors
 from telegrad.transport.base import ConnectionClosed
@@ -63,7 +64,7 @@ class Worker:
 
         def run():
             with contextlib.suppress(ConnectionClosed, ProtocolError):
-                self.reception.serve_lane(number, there)
+                self.reception.serve_lane(number, there, BegunRequests())
             there.close()
 
         thread = threading.Thread(target=run, name=f"own{number}", daemon=True)
@@ -351,17 +352,24 @@ def test_a_lane_is_alone_again_when_the_host_has_ended(worker, monkeypatch):
 # -- judging
 
 
+class _Guest:
+    def __init__(self, source):
+        self.source = source
+        self.lane = SimpleNamespace(send=None)
+        self.begun = BegunRequests()
+
+
 class Judged:
     """A desk at which nothing happens but time."""
 
-    frame = SimpleNamespace(flags=0, body=b"f")
+    frame = SimpleNamespace(flags=0, call_id=1, body=b"f")
 
     def __init__(self, monkeypatch):
         self._now = self._used = 0.0
         self._has_called = False
         clocks = SimpleNamespace(perf_counter=lambda: self._now, thread_time=lambda: self._used)
         monkeypatch.setattr(reception, "time", clocks)
-        self._guests = [SimpleNamespace(source=n, lane=SimpleNamespace(send=None)) for n in "abc"]
+        self._guests = [_Guest(n) for n in "abc"]
         self.desk = reception._Desk(None, lambda frame: frame.body, lambda: self._has_called)
 
     def serve(self, took, used, *, lane=0, is_host=False, calls=False):

@@ -15,14 +15,17 @@ from typing import Any
 import pytest
 import torch
 
+from telegrad import drop_in
 from telegrad.errors import (
     NotInitialized,
     RpcTimeout,
     RRefError,
     SerializationError,
+    TelegradError,
     WorkerLost,
 )
 from telegrad.ids import ForkId, RRefId
+from telegrad.rpc import rref_housekeeper
 from telegrad.rpc.rref import RRef, set_rref_backward
 from telegrad.rpc.rref_events import Timing
 from telegrad.rpc.rref_housekeeper import Housekeeper
@@ -232,27 +235,102 @@ def test_a_reference_that_comes_home_is_the_value_itself(lossy_cluster):
     assert not cluster.tables[0]._entries
 
 
-def test_the_death_of_a_handle_under_the_tables_own_lock_neither_blocks_nor_is_lost(cluster):
-    rref = cluster.remote(1, 0, Counter, 3)
-    with cluster.tables[1]._lock:
-        del rref
-        gc.collect()
+def inside_a_step(table: RRefTable, action: Callable[[], None]) -> None:
+    """What a destructor does that the collector runs inside of the table's critical section."""
+
+    def step() -> list[Callable[[], None]]:
+        action()
+        return []
+
+    table._apply([], first=step)
+
+
+def test_the_death_of_a_handle_inside_of_a_step_neither_blocks_nor_is_lost(cluster):
+    rrefs = [cluster.remote(1, 0, Counter, 3)]
+    inside_a_step(cluster.tables[1], rrefs.clear)
     cluster.settle()
     assert cluster.count(0) == 0
 
 
-def test_values_die_outside_the_lock(cluster):
+def test_a_destructor_inside_of_a_step_may_make_pass_and_unpack_references(cluster):
+    kept = [cluster.on(0, RRef, "old")]
+
+    def destroy() -> None:
+        cluster.on(0, RRef, "forgotten")
+        kept.append(cluster.on(0, RRef, "new"))
+        kept.extend([cluster.send(rref, 0, 1) for rref in kept])
+        kept.extend([cluster.send(rref, 1, 0) for rref in kept[2:]])
+        kept.append(cluster.remote(0, 1, Counter, 3))
+
+    inside_a_step(cluster.tables[0], destroy)
+    cluster.settle()
+    assert [cluster.on(1, rref.to_here) for rref in kept[2:4]] == ["old", "new"]
+    assert [rref.local_value() for rref in kept[4:6]] == ["old", "new"]
+    assert kept[6].to_here().value == 3
+    kept.clear()
+    cluster.settle()
+    assert cluster.count(0) == cluster.count(1) == 0
+
+
+def test_what_needs_an_answer_inside_of_a_step_is_refused(cluster):
+    errors = []
+
+    def ask() -> None:
+        with pytest.raises(TelegradError, match="destructor or a signal handler") as caught:
+            cluster.tables[0].debug_info()
+        errors.append(caught)
+
+    inside_a_step(cluster.tables[0], ask)
+    assert errors
+
+
+def test_values_die_outside_of_steps(cluster):
     table = cluster.tables[0]
-    was_locked = []
+    seen = []
 
     class Tattler:
         def __del__(self) -> None:
-            was_locked.append(table._lock.locked())
+            seen.append(table.debug_info())  # is refused inside of one
 
     rref = cluster.remote(1, 0, Tattler)
     del rref
     cluster.settle()
-    assert was_locked == [False]
+    assert len(seen) == 1
+
+
+def test_a_reference_whose_destructor_was_interrupted_ends_all_the_same(cluster, monkeypatch):
+    """As by Ctrl-C: Python drops it, and the rest of the destructor."""
+    monkeypatch.setattr(rref_housekeeper, "_GRACE", 0.0)
+    swallowed = []
+    monkeypatch.setattr("sys.unraisablehook", lambda what: swallowed.append(what.exc_type))
+
+    def interrupted(self: RRef[Any]) -> None:
+        raise KeyboardInterrupt
+
+    rref = cluster.remote(1, 0, Counter, 3)
+    with monkeypatch.context() as during:
+        during.setattr(RRef, "__del__", interrupted)
+        del rref
+    assert swallowed == [KeyboardInterrupt]
+    cluster.settle()
+    assert cluster.count(0) == 0
+
+
+def test_a_handle_in_a_cycle_is_given_up_after_the_destructors_of_the_cycle(cluster):
+    sent = []
+
+    class Holder:
+        def __init__(self, rref: RRef[Any]) -> None:
+            self.rref, self.me = rref, self
+
+        def __del__(self) -> None:
+            cluster.tables[1].drain()  # whatever its weak reference has told by now
+            sent.append(cluster.send(self.rref, 1, 0))
+
+    Holder(cluster.remote(1, 0, Counter, 3))
+    gc.collect()
+    cluster.settle()
+    assert sent[0].local_value().value == 3
 
 
 def test_the_tables_own_thread_sees_to_it_without_being_asked(cluster):
@@ -273,7 +351,7 @@ def test_the_tables_own_thread_sees_to_it_without_being_asked(cluster):
 
 
 def test_the_tables_own_thread_may_itself_be_what_stops_it():
-    keeper = Housekeeper("keeper", lambda deaths, deadlines: keeper.stop())
+    keeper = Housekeeper("keeper", lambda *_: keeper.stop())
     keeper.start()
     (thread,) = [each for each in threading.enumerate() if each.name == "keeper"]
     keeper.note(1.0)
@@ -683,7 +761,7 @@ def test_the_type_is_asked_for_once(cluster):
     assert cluster.on(0, RRef, 1)._get_type() is int
 
 
-def test_the_words_are_upstreams(cluster):
+def test_the_words_are_upstreams(cluster, monkeypatch):
     local = cluster.on(1, RRef, 1)
     assert str(local) == "OwnerRRef(GloballyUniqueId(created_on=1, local_id=0))"
     rref = cluster.remote(1, 0, Counter)
@@ -691,6 +769,7 @@ def test_the_words_are_upstreams(cluster):
         "UserRRef(RRefId = GloballyUniqueId(created_on=1, local_id=1), "
         "ForkId = GloballyUniqueId(created_on=1, local_id=2))"
     )
+    monkeypatch.setattr(drop_in, "_is_drop_in", True)
     with pytest.raises(
         RuntimeError,
         match=(

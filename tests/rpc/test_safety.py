@@ -85,7 +85,7 @@ def reply_to(sock, data):
 
 
 HELLO = b"TGRD" + struct.pack("<H", PROTOCOL_VERSION) + bytes(16)
-SERVER_GREETING = 22 + 32  # its hello and its proof, which tells nothing without the secret
+SERVER_GREETING = 22  # its hello: nothing that depends on the secret
 
 
 class Bomb:
@@ -109,7 +109,7 @@ STRANGERS = {
         "does not speak telegrad's protocol",
     ),
     "a huge length": (
-        pack_header(Kind.CALL, 0, 0xFFFFFFFF, 0, -1, -1, 0xFFFFFFFF),
+        pack_header(Kind.CALL, 0, 0xFFFF, 0, -1, -1, 0xFFFFFFFF),
         "does not speak telegrad's protocol",
     ),
     "a huge length behind a hello": (HELLO + b"\xff" * 4096, "does not know the cluster's secret"),
@@ -118,7 +118,8 @@ STRANGERS = {
 
 @pytest.fixture(scope="class")
 def group():
-    with cluster(2, transport="tcp") as running:
+    """Without encryption, so that bare sockets can say what they like."""
+    with cluster(2, transport="tcp", encrypt=False) as running:
         yield running
 
 
@@ -202,7 +203,6 @@ class TestStrangers:
         os.rmdir(Bomb.path)
 
     def test_a_friend_must_mean_this_worker_and_belong_to_the_group(self, caplog):
-        secret = current.current().agent.network._secret
         own = current.current().agent.network
         other = own.members.peer(1)
         right = Identity(1, 0, Purpose.LANE, other.incarnation, own.incarnation)
@@ -217,8 +217,8 @@ class TestStrangers:
             with knocking() as friend:
                 connection = SocketConnection(friend, BufferPool(), Limits())
                 connection.set_timeout(PATIENCE)
-                introduce(connection, secret, wrong)
                 with pytest.raises(ConnectionClosed):
+                    introduce(connection, own._key, wrong)
                     connection.receive()
         assert "it looks for another worker" in caplog.text
         assert "is not part of the group" in caplog.text
@@ -229,7 +229,7 @@ class TestStrangers:
         with knocking() as friend:
             connection = SocketConnection(friend, BufferPool(), Limits())
             connection.set_timeout(PATIENCE)
-            introduce(connection, own._secret, identity)
+            introduce(connection, own._key, identity)
             connection.send(Kind.CALL, call_id=3, body=[b"\xff\xff\xff\xff"])
             assert connection.receive().kind is Kind.ERROR  # undecodable: fails its call only
             connection.send_bytes(bytes(36))
@@ -299,18 +299,39 @@ def in_background(function):
 
 def test_friends_learn_who_the_other_is():
     with shaking() as (client, server):
-        answered = in_background(lambda: answer(server, b"secret"))
+        answered = in_background(lambda: answer(server, b"secret", 4, b"t" * 16))
         introduce(client, b"secret", IDENTITY)
         assert answered() == IDENTITY
 
 
-def test_a_client_notices_an_impostor_before_it_proves_anything():
+def test_a_client_that_knows_another_secret_gets_no_proof():
     with shaking() as (client, server):
-        answered = in_background(lambda: answer(server, b"another"))
-        with pytest.raises(AuthenticationError, match="does not know the cluster's secret"):
-            introduce(client, b"secret", IDENTITY)
-        client.close()
-        assert isinstance(answered(), ConnectionClosed)
+        answered = in_background(lambda: answer(server, b"another", 4, b"t" * 16))
+        introduced = in_background(lambda: introduce(client, b"secret", IDENTITY))
+        assert isinstance(answered(), AuthenticationError)
+        server.close()
+        assert "without proving that it knows" in str(introduced())
+
+
+def test_a_client_notices_an_impostor():
+    with shaking() as (client, server):
+        introduced = in_background(lambda: introduce(client, b"secret", IDENTITY))
+        server.send_bytes(HELLO + bytes(32))
+        assert isinstance(introduced(), AuthenticationError)
+
+
+def test_a_worker_answers_only_for_its_own_life():
+    for own_id, incarnation in ((4, b"u" * 16), (5, b"t" * 16)):
+        with shaking() as (client, server):
+            answered = in_background(
+                lambda server=server, own_id=own_id, incarnation=incarnation: answer(
+                    server, b"secret", own_id, incarnation
+                )
+            )
+            introduced = in_background(lambda client=client: introduce(client, b"secret", IDENTITY))
+            assert "looks for another worker" in str(answered())
+            server.close()
+            assert isinstance(introduced(), ConnectionClosed)
 
 
 def test_a_proof_cannot_be_replayed_or_moved():
@@ -319,31 +340,37 @@ def test_a_proof_cannot_be_replayed_or_moved():
     with shaking() as (client, server):
         original = client.send_bytes
         client.send_bytes = lambda data: (recorded.append(data), original(data))
-        answered = in_background(lambda: answer(server, b"secret"))
+        answered = in_background(lambda: answer(server, b"secret", 4, b"t" * 16))
         introduce(client, b"secret", IDENTITY)
         answered()
     for last in (recorded[1], recorded[1][:4] + b"\7" + recorded[1][5:]):
         with shaking() as (client, server):
-            answered = in_background(lambda server=server: answer(server, b"secret"))
+            answered = in_background(lambda server=server: answer(server, b"secret", 4, b"t" * 16))
             client.send_bytes(recorded[0])
             client.receive_bytes(SERVER_GREETING)
             client.send_bytes(last)
             assert isinstance(answered(), AuthenticationError)
 
 
-def test_a_proof_cannot_be_reflected():
-    """A stranger who has the server prove things to itself learns nothing it can use."""
+def test_a_proof_cannot_be_used_elsewhere():
+    """An impostor to whom a friend proves itself gets in nowhere by that."""
     with shaking() as (client, server):
-        answered = in_background(lambda: answer(server, b"secret"))
+        answered = in_background(lambda: answer(server, b"secret", 4, b"t" * 16))
         client.send_bytes(HELLO)
-        greeting = client.receive_bytes(SERVER_GREETING)
-        client.send_bytes(bytes(41) + greeting[22:])
-        assert isinstance(answered(), AuthenticationError)
+        client.receive_bytes(SERVER_GREETING)
+        with shaking() as (friend, here):
+            introduced = in_background(lambda: introduce(friend, b"secret", IDENTITY))
+            here.receive_bytes(len(HELLO))
+            here.send_bytes(HELLO)
+            client.send_bytes(here.receive_bytes(41 + 32))
+            assert isinstance(answered(), AuthenticationError)
+            here.close()
+            assert isinstance(introduced(), ConnectionClosed)
 
 
 def test_versions_are_told_apart():
     with shaking() as (client, server):
-        answered = in_background(lambda: answer(server, b"secret"))
+        answered = in_background(lambda: answer(server, b"secret", 4, b"t" * 16))
         client.send_bytes(b"TGRD\xff\xff" + bytes(16))
         error = answered()
         assert isinstance(error, ProtocolError)
@@ -397,7 +424,7 @@ class TestGroups:
         theirs, mine = outsider(tmp_path, {"secret": "right"}, {"secret": "wrong"})
         assert "WorkerLost" in theirs
         for text in (theirs, mine):
-            assert "does not know the cluster's secret" in text, text
+            assert "without proving that it knows the cluster's secret" in text, text
 
     def test_a_worker_without_certificates_is_refused(self, tmp_path):
         tls = Authority(tmp_path).worker("worker")

@@ -13,6 +13,7 @@ from telegrad import rpc
 from telegrad.rpc import current
 from telegrad.rpc.door import Door
 from telegrad.rpc.rendezvous import Directory
+from telegrad.rpc.worker_info import WorkerInfo
 from telegrad.transport.handshake import Identity, Purpose, introduce
 from telegrad.transport.inproc import InprocTransport
 
@@ -141,7 +142,8 @@ def test_one_that_has_proved_itself_may_wait_for_longer_than_a_stranger():
         threads.append(threading.Thread(target=target, daemon=True))
         threads[-1].start()
 
-    door = Door("worker0", secret, recognise, lambda *_: is_welcome.set(), spawn)
+    info = WorkerInfo("worker0", 0)
+    door = Door(info, me, secret, recognise, lambda *_: is_welcome.set(), spawn)
     door.add(listener)
     door.open()
     connection = InprocTransport().connect(listener.address, PATIENCE)

@@ -91,7 +91,7 @@ class Slow:
 def test_a_method_that_takes_too_long_is_named(mode):
     rref = rpc.remote("worker1", Slow)
     rref.rpc_sync().work(0)
-    with pytest.raises(RpcTimeout, match="method 'work' of a remote value on worker 'worker1'"):
+    with pytest.raises(RpcTimeout, match=r"worker1.*method 'work' of a remote value"):
         if mode == "sync":
             rref.rpc_sync(timeout=0.05).work(0.5)
         else:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 
 import pytest
 
 from telegrad.rpc import work_pool
-from telegrad.rpc.work_pool import WorkPool
+from telegrad.rpc.work_pool import DEEPEST, CallPools, WorkPool
 
 PATIENCE = 10.0
 
@@ -75,6 +76,71 @@ def test_blocked_threads_are_joined_by_more_at_the_next_ticks(pool):
         while not ended.acquire(timeout=0.005):
             pool.tick()
             assert time.monotonic() < end
+
+
+def still_ticks(pool, count=work_pool._STILL_TICKS):
+    for _ in range(count):
+        pool.tick()
+
+
+def test_a_pool_grows_to_its_limit_and_beyond_it_one_by_one(caplog, monkeypatch):
+    monkeypatch.setattr(work_pool, "_BUSY", math.inf)  # the test itself computes
+    pool = WorkPool("test", 2, lambda: None, most=6)
+    release, last = threading.Event(), threading.Event()
+    for _ in range(8):
+        pool.submit(lambda: release.wait(PATIENCE))
+    pool.submit(last.set)
+    until(lambda: pool._started == 2)
+    pool.tick()
+    while pool._started < 6:
+        begun = pool._started
+        still_ticks(pool)
+        until(lambda begun=begun: pool._started > begun)
+        pool.tick()
+    pool.tick()
+    still_ticks(pool)
+    assert len(pool._threads) == 6
+    assert not caplog.records
+    still_ticks(pool, work_pool._STUCK_TICKS)
+    until(lambda: pool._started == 7)
+    assert "6 calls are blocked and 3 wait" in caplog.text
+    release.set()
+    assert last.wait(PATIENCE)
+    pool.close(PATIENCE)
+
+
+def test_a_pool_whose_process_computes_is_not_taken_to_be_blocked(pool):
+    release = threading.Event()
+    for _ in range(4):
+        pool.submit(lambda: release.wait(PATIENCE))
+    until(lambda: pool._started == 2)
+    pool.tick()
+    still_ticks(pool)  # as fast as can be
+    assert len(pool._threads) == 2
+    release.set()
+
+
+def test_calls_of_one_depth_do_not_keep_those_of_another():
+    pools = CallPools("test", 1, lambda: None, most=1)
+    pools.start()
+    done = threading.Event()
+    waited = []
+
+    def nested(depth):
+        if depth > DEEPEST + 3:
+            done.set()
+        else:
+            pools.submit(min(depth, DEEPEST), lambda: nested(depth + 1))
+            waited.append(done.wait(PATIENCE))
+
+    pools.submit(0, lambda: nested(1))
+    end = time.monotonic() + PATIENCE
+    while not done.wait(0.005):
+        pools.tick()
+        assert time.monotonic() < end
+    until(lambda: len(waited) == DEEPEST + 3)
+    assert all(waited)
+    pools.close(PATIENCE)
 
 
 def test_a_busy_pool_does_not_grow_while_it_moves(pool):

@@ -8,6 +8,7 @@ import gc
 import mmap
 import os
 import socket
+import sys
 import time
 from multiprocessing.reduction import DupFd
 
@@ -52,7 +53,8 @@ def test_what_was_lent_before_a_loss_is_not_taken_for_what_is_lent_after_it(pair
     after.close()
 
 
-@pytest.mark.parametrize("left", [0, 1, 2, 3])
+# A mapping keeps a descriptor before Python 3.13, so three are too few there for three segments.
+@pytest.mark.parametrize("left", range(4 if sys.version_info < (3, 13) else 3))
 def test_a_message_without_room_for_its_descriptors_is_unread_and_the_next_ones_are_read(
     pair, left
 ):

@@ -12,7 +12,7 @@ from typing import Any
 from telegrad import autograd
 from telegrad.autograd.engine import AutogradEngine
 from telegrad.autograd.thread_state import is_torch_state_used, wait_at_exit
-from telegrad.ids import first_of_this_life
+from telegrad.ids import first_of_life
 from telegrad.rpc import current
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.rref import RRef, set_rref_backward
@@ -33,7 +33,7 @@ def attach() -> None:
 class _Attached:
     def __init__(self, agent: Agent) -> None:
         wait_at_exit()
-        self.engine = AutogradEngine(agent, first_id=first_of_this_life())
+        self.engine = AutogradEngine(agent, first_id=first_of_life(agent.directory.life))
         agent.service.recorder = self.engine
 
     def close(self) -> None:

@@ -48,7 +48,7 @@ class Box:
     leaf_count: int = 0
     leaf_bytes: int = 0
     gradient_count: int = 0
-    """How many of its leaves have a gradient in the context."""
+    """How many of its leaves have a gradient in the context; 0 if there is no context."""
 
     @property
     def node_count(self) -> int:
@@ -68,7 +68,8 @@ class WorkerGraph:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DistributedGraph:
-    context_id: int
+    context_id: int | None
+    """None: it is the graph behind tensors, and no context's."""
     workers: tuple[WorkerGraph, ...]
 
     @property

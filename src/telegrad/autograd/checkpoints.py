@@ -26,7 +26,7 @@ __all__ = ["CheckpointNode", "Checkpoints"]
 CheckpointNode: Any = CheckpointFunction._backward_cls
 """The type of a reentrant checkpoint's node."""
 
-_attending = threading.Lock()  # guards the functions of all nodes, and who attends to them
+_attending = threading.RLock()  # guards the functions of all nodes, and who attends to them
 
 
 class _Attended:

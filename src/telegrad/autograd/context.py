@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import reprlib
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -24,6 +25,8 @@ __all__ = [
     "CarriedContext",
     "DistAutogradContext",
     "EnteredContext",
+    "Gradients",
+    "check_context_id",
     "set_thread_context",
     "thread_context",
 ]
@@ -71,13 +74,38 @@ class CarriedContext:
             drop(_CURRENT_CONTEXT)
 
 
+def check_context_id(context_id: object, phrase: str = "") -> None:
+    """
+    Args:
+        phrase: what the message ends with.
+
+    Raises:
+        TypeError: this cannot be the id of a context.
+    """
+    if not isinstance(context_id, int):
+        raise TypeError(
+            "context_id must be the integer that `with dist_autograd.context() as context_id` "
+            f"gives, got {reprlib.repr(context_id)}{phrase}"
+        )
+
+
+class Gradients(dict[torch.Tensor, torch.Tensor]):
+    """Gradients by their leaves."""
+
+    def __missing__(self, leaf: object) -> NoReturn:
+        raise KeyError(
+            "there is no gradient for this tensor in the context: the loss does not use it, it is "
+            "not a leaf, or it is a copy of one on another worker. Was backward() called?"
+        )
+
+
 class DistAutogradContext:
     """What one worker knows of one context. Made by `context()`, or when a message brings it."""
 
-    # Guarded by `lock`, with what follows it. One wave at a time: whoever finds `is_running` unset
-    # runs what it brings, and then what others have left in `work` meanwhile.
-    is_running = False
-    runner: int | None = None  # the thread of the wave that runs, while it does
+    # Guarded by `lock`, with what follows it. One wave at a time: a thread that finds no runner
+    # becomes it, runs what it brings, and then what others have left in `work` meanwhile.
+    runner: int | None = None
+    batch: Sequence[Arrival] = ()  # what the runner runs
     is_released = False
     _changed: threading.Condition | None = None
 
@@ -90,7 +118,7 @@ class DistAutogradContext:
         self.contacts: set[int] = set()
         self.gradients: dict[torch.Tensor, torch.Tensor] = {}
         self._sums: set[int] = set()  # the ids of leaves
-        self.lock = threading.Lock()  # guards all that follows
+        self.lock = threading.RLock()  # guards all that follows
         self.work: deque[Arrival] = deque()
         self.passes: dict[int, LivePass] = {}
         self.ended: set[int] = set()

@@ -25,7 +25,7 @@ import torch
 from torch._C._autograd import _profiler_enabled
 
 from telegrad.autograd.completion import Completion
-from telegrad.autograd.context import DistAutogradContext
+from telegrad.autograd.context import DistAutogradContext, Gradients
 from telegrad.autograd.failures import Failure, PassFailures
 from telegrad.autograd.pass_messages import GradientMessage
 from telegrad.autograd.pass_protocol import (
@@ -40,6 +40,7 @@ from telegrad.autograd.passes import (
 )
 from telegrad.autograd.registry import ContextRegistry
 from telegrad.autograd.waves import Outgoing
+from telegrad.drop_in import torch_phrase
 from telegrad.errors import BackwardError, TelegradError, WorkerLost
 from telegrad.ids import WorkerCounter, worker_of
 from telegrad.rpc.conversation import Interruption
@@ -131,7 +132,7 @@ class AutogradEngine(ContextRegistry):
 
     def get_gradients(self, context_id: int) -> dict[torch.Tensor, torch.Tensor]:
         """See `telegrad.autograd.get_gradients`."""
-        return self.retrieve(context_id).gradients.copy()
+        return Gradients(self.retrieve(context_id).gradients)
 
     def debug_info(self) -> dict[str, int]:
         contexts = self.contexts
@@ -162,10 +163,17 @@ class AutogradEngine(ContextRegistry):
                 self._failures.fail(
                     live, Failure("raised", self.worker_id, "backward was interrupted")
                 )
+            self._stop_running(context)
             if live.interruption is not None:
                 live.interruption.close()
         if live.error is not None:
-            raise live.error
+            # The traceback of what is raised leads to this frame. If that led back to the error,
+            # all variables of the caller would stay until a garbage collection.
+            error, live.error = live.error, None
+            try:
+                raise error
+            finally:
+                del error
 
     # Waves
 
@@ -173,62 +181,77 @@ class AutogradEngine(ContextRegistry):
         """Hands something to its pass: runs it, or leaves it to the thread that runs already."""
         with context.lock:
             is_for_caller = arrival.into.is_driven_by_caller and not arrival.roots
-            if context.is_running or is_for_caller:
+            if context.runner is not None or is_for_caller:
                 context.work.append(arrival)
                 context.notify()
                 return
-            context.is_running = True
-        self._run(context, arrival.into, [arrival])
+            context.batch = [arrival]
+            context.runner = threading.get_ident()
+        self._run(context)
 
     def _run_what_is_left(self, context: DistAutogradContext) -> None:
         heed_num_threads()
         with context.lock:
-            if context.is_running or not context.work:
+            if context.runner is not None or not context.work:
                 return
-            context.is_running = True
-            batch = _take_batch(context)
-        self._run(context, batch[0].into, batch)
+            _take_batch(context)
+            context.runner = threading.get_ident()
+        self._run(context)
 
-    def _run(self, context: DistAutogradContext, into: LivePass, batch: list[Arrival]) -> None:
-        """Runs a batch, and then what others have left meanwhile. `is_running` is this thread's."""
+    def _run(self, context: DistAutogradContext) -> None:
+        """Runs the context's batch, and then what others have left meanwhile. This thread is the
+        context's runner."""
         while True:
+            batch = context.batch
+            into = batch[0].into
             try:
                 last = self._advance(into, batch)
             except BaseException as error:  # Ctrl-C, say: it may be another thread's pass
                 self._failures.fail(into, Failure.raised(self.worker_id, error))
-                with context.lock:
-                    context.is_running = False
-                    is_left = bool(context.work)
-                if is_left:  # by threads that rely on this one
-                    threading.Thread(
-                        target=self._run_what_is_left, args=(context,), daemon=True
-                    ).start()
+                self._stop_running(context)
                 raise
             if last is not None:
                 with context.lock:  # others may go on while this thread waits
-                    context.is_running = False
+                    context.runner = None
+                    context.batch = ()
                 came = self._converse(into, last)
                 with context.lock:
-                    if len(came) == 1 and not context.work and not context.is_running:
-                        batch = came  # as it mostly is
+                    if len(came) == 1 and not context.work and context.runner is None:
+                        context.batch = came  # as it mostly is
                     else:
                         if came:
                             context.work.extend(came)
                             context.notify()
-                        if context.is_running or not context.work:
+                        if context.runner is not None or not context.work:
                             return
-                        batch = _take_batch(context)
-                    context.is_running = True
+                        _take_batch(context)
+                    context.runner = threading.get_ident()
             else:
                 if self._messenger is not None:
                     # What comes next is not for the worker that may be waiting for this one.
                     self._messenger.end_conversation()
                 with context.lock:
                     if not context.work:
-                        context.is_running = False
+                        context.runner = None
+                        context.batch = ()
                         return
-                    batch = _take_batch(context)
-            into = batch[0].into
+                    _take_batch(context)
+
+    def _stop_running(self, context: DistAutogradContext) -> None:
+        """After Ctrl-C: this thread, if it is the context's runner, leaves the rest to another. A
+        batch that it has not run fails its pass."""
+        if context.runner != threading.get_ident():
+            return
+        with context.lock:
+            batch, context.batch = context.batch, ()
+            context.runner = None
+            is_left = bool(context.work)
+        self._failures.fail(
+            batch[0].into,
+            Failure("raised", self.worker_id, "the thread that ran it was interrupted"),
+        )
+        if is_left:
+            threading.Thread(target=self._run_what_is_left, args=(context,), daemon=True).start()
 
     def _advance(self, live: LivePass, batch: Sequence[Arrival]) -> _Parcel | None:
         """One wave over what has come, and what it sends; all but a message that is returned, for
@@ -236,7 +259,6 @@ class AutogradEngine(ContextRegistry):
         context = live.context
         if live.id in context.ended or context.is_released:
             return None
-        context.runner = threading.get_ident()
         try:
             if live.create_graph:
                 with torch.enable_grad():
@@ -254,8 +276,6 @@ class AutogradEngine(ContextRegistry):
                 live, Failure.raised(self.worker_id, error), original=error if is_first else None
             )
             return None
-        finally:
-            context.runner = None
         standing = live.local.standing
         if live.control is None and standing is Standing.CLOSED:
             with context.lock:
@@ -424,8 +444,9 @@ class AutogradEngine(ContextRegistry):
                 Failure(
                     "released",
                     self.worker_id,
-                    f"Could not find autograd context with id: {context_id} on worker "
-                    f"{self.worker_id}: it was released during the backward pass",
+                    f"the autograd context {context_id} was released on worker {self.worker_id} "
+                    "during the backward pass"
+                    + torch_phrase(f"Could not find autograd context with id: {context_id}"),
                 ),
             )
             return None
@@ -444,17 +465,14 @@ class AutogradEngine(ContextRegistry):
             return live
 
 
-def _take_batch(context: DistAutogradContext) -> list[Arrival]:
-    """All that is left for the pass that is first in the queue. Call it with the lock held."""
+def _take_batch(context: DistAutogradContext) -> None:
+    """Takes all that is left for the first pass in the queue. Call it with the lock held."""
     work = context.work
-    if len(work) == 1:
-        return [work.popleft()]
     into = work[0].into
-    batch = [arrival for arrival in work if arrival.into is into]
+    context.batch = [arrival for arrival in work if arrival.into is into]
     others = [arrival for arrival in work if arrival.into is not into]
     work.clear()
     work.extend(others)
-    return batch
 
 
 def _present(gradient: torch.Tensor | None) -> torch.Tensor:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from telegrad.autograd.context import DistAutogradContext
 from telegrad.autograd.passes import LivePass
+from telegrad.drop_in import torch_phrase
 from telegrad.errors import BackwardError, ContextError, TelegradError, WorkerLost
 from telegrad.ids import WorkerCounter, worker_of
 from telegrad.rpc.error_texts import text_of, traceback_of
@@ -153,8 +154,9 @@ class PassFailures:
                 failure = Failure(
                     "released",
                     self._worker_id,
-                    f"Could not find autograd context with id: {context.id}: it was released, or "
-                    "its agent shut down, during the backward pass",
+                    f"the autograd context {context.id} was released, or its worker shut down, "
+                    "during the backward pass"
+                    + torch_phrase(f"Could not find autograd context with id: {context.id}"),
                 )
                 live.finish(failure.error())
 

@@ -19,7 +19,8 @@ Nothing here knows torch: nodes are any hashable values.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 __all__ = ["Frontier", "Step"]
 
@@ -27,7 +28,8 @@ Node = TypeVar("Node", bound=Hashable)
 Key = TypeVar("Key", bound=Hashable)
 
 
-class Step(NamedTuple, Generic[Node]):
+@dataclass(frozen=True)
+class Step(Generic[Node]):
     """What may run now."""
 
     ready: list[Node]
@@ -78,6 +80,10 @@ class Frontier(Generic[Key, Node]):
     def is_free(self, node: Node) -> bool:
         """Whether the node is a sink that is never waited for."""
         return node in self._free
+
+    def is_open(self, node: Node) -> bool:
+        """Whether something that may still arrive leads to the node."""
+        return node in self._open
 
     def next_of(self, node: Node) -> Sequence[Node]:
         """The node's successors; also of a node that has run."""

@@ -44,7 +44,7 @@ class Gathered:
         self._kind = kind
         self._seconds = seconds
         self._on_unsent = on_unsent
-        self._lock = threading.Lock()  # guards the two below
+        self._lock = threading.RLock()  # guards the two below
         self._ids: dict[int, array[int]] = {}
         self._timer: Timer | None = None
 

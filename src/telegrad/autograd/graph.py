@@ -12,7 +12,7 @@ worker, or at the timeout.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,10 +20,12 @@ import torch
 from torch.futures import Future
 
 from telegrad import autograd
-from telegrad.autograd.boxes import Box, BoxKind, DistributedGraph, Size, WorkerGraph
+from telegrad.autograd.boxes import Box, DistributedGraph, WorkerGraph
 from telegrad.autograd.context import DistAutogradContext, EnteredContext
 from telegrad.autograd.folding import fold
-from telegrad.autograd.nodes import AccumulateGrad, RecvNode
+from telegrad.autograd.graph_walk import GraphWalk
+from telegrad.autograd.nodes import RecvNode
+from telegrad.autograd.passes import tensors_of
 from telegrad.errors import NotInitialized, RemoteError, RpcTimeout, WorkerLost
 from telegrad.rpc import current
 from telegrad.rpc.seams import NO_CONTEXT
@@ -60,8 +62,10 @@ def describe(
     Raises:
         ContextError: there is no such context on this worker.
         NotInitialized: this process is no worker.
+        TypeError: `roots` are not tensors.
     """
     engine = autograd._engine()
+    tensors_of("draw", context_id, roots)
     context = engine.retrieve(context_id)
     parts = {engine.worker_id: _describe(context, roots, most_boxes)}
     troubles: dict[int, str] = {}
@@ -117,104 +121,34 @@ def _describe(
     return _Part(tuple(fold(boxes, most_boxes) if most_boxes else boxes), context.contacts.copy())
 
 
-class _Walk:
-    """Makes the boxes of one worker's part, inputs first."""
+class _Walk(GraphWalk):
+    """One worker's part of a context."""
 
     def __init__(self, context: DistAutogradContext, roots: Sequence[torch.Tensor]) -> None:
-        self._gradients = set(context.gradients.copy())
         living = [root for root in (*roots, *context.living_roots()) if root.grad_fn is not None]
-        self._roots = {root.grad_fn for root in living}
-        self._keys: dict[Any, int] = {}
-        self.boxes: list[Box] = []
+        super().__init__(root.grad_fn for root in living)
+        self._gradients = set(context.gradients.copy())
         sends = context.sends.copy()
         for node in context.recvs.copy().values():
-            self._visit([node])
+            self.visit([node])
         for sent in sends.values():
-            self._visit(node for node, _ in sent.next_functions if node is not None)
-        self._visit(self._roots)
+            self.visit(node for node, _ in sent.next_functions if node is not None)
+        self.visit(self.roots)
         for message, sent in sends.items():
             entries = [(node, number) for node, number in sent.next_functions if node is not None]
-            self.boxes.append(
-                Box(
-                    key=len(self.boxes),
-                    kind=BoxKind.SEND,
-                    names=(("send", 1),),
-                    inputs=_unique(self._keys[node] for node, _ in entries),
-                    sizes=tuple(_size_at(node, number) for node, number in entries),
-                    message=message,
-                    peer=sent.to,
-                )
-            )
+            self.add_send(message, sent.to, entries)
 
-    def _visit(self, entries: Iterable[Any]) -> None:
-        todo = [node for node in entries if node not in self._keys]
-        while todo:
-            node = todo[-1]
-            if node in self._keys:
-                todo.pop()
-                continue
-            before = _inputs(node)
-            missing = [n for n in before if n not in self._keys]
-            if missing:
-                todo += missing
-                continue
-            todo.pop()
-            self._keys[node] = len(self.boxes)
-            self.boxes.append(self._box(node, before))
+    def inputs_of(self, node: Any) -> list[Any]:
+        if type(node) is RecvNode:
+            return []  # what made it is on another worker; its own next function is a stand-in
+        return super().inputs_of(node)
 
-    def _box(self, node: Any, before: list[Any]) -> Box:
-        key = len(self.boxes)
-        kind = type(node)
-        inputs = _unique(self._keys[n] for n in before)
-        if kind is RecvNode:
-            received = node.received
-            return Box(
-                key=key,
-                kind=BoxKind.RECEIVE,
-                names=(("receive", 1),),
-                sizes=tuple(_size_at(node, number) for number in range(len(received.outputs))),
-                message=received.message_id,
-                peer=received.source,
-                is_root=node in self._roots,
-            )
-        if kind is AccumulateGrad:
-            leaf: torch.Tensor = node.variable
-            return Box(
-                key=key,
-                kind=BoxKind.LEAF,
-                names=(("leaf", 1),),
-                sizes=(_size(tuple(leaf.shape), leaf.dtype),),
-                leaf_count=1,
-                leaf_bytes=leaf.numel() * leaf.element_size(),
-                gradient_count=int(leaf in self._gradients),
-            )
-        return Box(
-            key=key,
-            kind=BoxKind.OPERATION,
-            names=((node.name(), 1),),
-            inputs=inputs,
-            sizes=tuple(_size_at(node, number) for number in range(len(node._input_metadata))),
-            is_root=node in self._roots,
-        )
+    def box_of(self, node: Any, before: list[Any]) -> Box:
+        if type(node) is not RecvNode:
+            return super().box_of(node, before)
+        received = node.received
+        outputs = range(len(received.outputs))
+        return self.receive(node, received.message_id, received.source, outputs)
 
-
-def _inputs(node: Any) -> list[Any]:
-    if type(node) is RecvNode:
-        return []  # what made it is on another worker; its own next function is a stand-in
-    return [following for following, _ in node.next_functions if following is not None]
-
-
-def _unique(keys: Iterable[int]) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(keys))
-
-
-def _size_at(node: Any, number: int) -> Size:
-    metadata = node._input_metadata[number]
-    return _size(tuple(metadata.shape), metadata.dtype)
-
-
-def _size(shape: tuple[int, ...], dtype: torch.dtype) -> Size:
-    count = 1
-    for length in shape:
-        count *= length
-    return Size(shape, str(dtype).removeprefix("torch."), count * dtype.itemsize)
+    def has_gradient(self, leaf: torch.Tensor) -> bool:
+        return leaf in self._gradients

@@ -22,15 +22,23 @@ _getrefcount = sys.getrefcount
 _strided = torch.strided
 
 
+def _count_in_a_call(value: object) -> int:
+    return _getrefcount(value)
+
+
+_OF_THE_CALL = _count_in_a_call(object())
+"""The references to an argument of a function that come from the call, and from counting them.
+Before Python 3.11 the caller's stack keeps one, too."""
+
+
 def adopt(gradient: torch.Tensor, leaf: torch.Tensor, references: int) -> torch.Tensor:
     """The gradient, or a copy of it if it cannot be the context's own.
 
     The rules are those of torch's AccumulateGrad: nobody else may hold the tensor (`references`
     is how many the caller knows of), and it must be laid out like the leaf, without overlaps.
     """
-    # One reference is our name, one the call of getrefcount. If anything of torch's refers to the
-    # tensor, that counts as another.
-    is_ours = _getrefcount(gradient) <= references + 2
+    # If anything of torch's refers to the tensor, that counts as another reference.
+    is_ours = _getrefcount(gradient) <= references + _OF_THE_CALL
     if (
         is_ours
         and gradient.layout is _strided

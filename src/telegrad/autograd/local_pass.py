@@ -69,6 +69,7 @@ class LocalPass:
         """Asked about: this worker keeps the pass until it is told of its end."""
         self._frontier: Frontier[int, Any] | None = None
         self._arrived: list[int] = []
+        self._delayed: list[Any] = []
         self._below: set[Any] = set()
         self._sole: int | None = None  # the message whose gradients are all that has entered
         self._freedom: dict[Any, bool] = {}
@@ -161,7 +162,10 @@ class LocalPass:
                     return catch(self, graph, entering)
                 return Wave(self, graph.nodes, leaves, NO_BOUNDARY).run(entering, ())
         frontier = self._settle_arrivals()
-        ready, boundary = frontier.advance()
+        step = frontier.advance()
+        ready, boundary = step.ready, step.boundary
+        if boundary or self._delayed:
+            ready, boundary = self._delay(frontier, ready)
         if boundary:
             self._hold_leaves_below(frontier, ready, boundary)
         entering, free = self._take_ready(frontier, ready)
@@ -185,6 +189,36 @@ class LocalPass:
         if free:
             found += self._into_free_leaves(free)
         return outgoing, found
+
+    def _delay(
+        self, frontier: Frontier[int, Any], ready: list[Any]
+    ) -> tuple[list[Any], dict[Any, set[Any]]]:
+        """While nodes have to wait, only what leads to other workers runs: they may be waited for.
+        All else runs with those nodes, in one wave, as it does in one process: a hook on several
+        tensors sees their gradients together, and fewer nodes are on the boundary.
+
+        Returns:
+            What runs now, and its boundary.
+        """
+        # Predecessors first, as each of the two is. Free leaves run with whatever leads to them.
+        candidates = self._delayed + [node for node in ready if not frontier.is_free(node)]
+        self._delayed = []
+        chosen = candidates
+        boundary: dict[Any, set[Any]] = {}
+        if frontier.waiting:
+            leading: set[Any] = set()
+            for node in reversed(candidates):
+                if type(node) is RecvNode or not leading.isdisjoint(frontier.next_of(node)):
+                    leading.add(node)
+            chosen = [node for node in candidates if node in leading]
+            self._delayed = [node for node in candidates if node not in leading]
+            delayed = set(self._delayed)
+            for node in chosen:
+                held = {n for n in frontier.next_of(node) if n in delayed or frontier.is_open(n)}
+                if held:
+                    boundary[node] = held
+        free = {n for node in chosen for n in frontier.next_of(node) if frontier.is_free(n)}
+        return [*chosen, *free], boundary
 
     def _take_ready(
         self, frontier: Frontier[int, Any], ready: Iterable[Any]

@@ -28,6 +28,7 @@ mutex would stand still for ever, and the process with it. So
 
 from __future__ import annotations
 
+import collections
 import functools
 import weakref
 from collections.abc import Callable, Sequence
@@ -183,6 +184,35 @@ def _noting_hooks(name: str) -> Callable[..., Any]:
 
 for _name in ("register_hook", "register_prehook", "_register_hook_dict"):  # all ways there are
     setattr(RecvNode, _name, _noting_hooks(_name))
+
+
+class _TensorHooks(collections.OrderedDict[int, Callable[..., Any]]):
+    """The hooks of a received tensor. Torch calls all tensor hooks of a node that runs, with None
+    for an output without a gradient. But the tensors of a message are one node's outputs here only:
+    at the sender, a hook on a tensor that has no part in the loss does not run."""
+
+    def __setitem__(self, id_: int, hook: Callable[..., Any]) -> None:
+        # Torch's hook for several tensors counts the calls for each node that runs.
+        is_counting = getattr(hook, "__qualname__", "").startswith(_COUNTING)
+        super().__setitem__(id_, hook if is_counting else functools.partial(_unless_none, hook))
+
+
+_COUNTING = "register_multi_grad_hook.<locals>.get_inner_hook"
+
+
+def _unless_none(hook: Callable[[torch.Tensor], Any], gradient: torch.Tensor | None) -> Any:
+    return None if gradient is None else hook(gradient)
+
+
+_register_tensor_hooks = RecvNode._register_hook_dict
+
+
+def _register_hook_dict(node: Any, tensor: torch.Tensor) -> Any:
+    tensor._backward_hooks = _TensorHooks(tensor._backward_hooks or ())
+    return _register_tensor_hooks(node, tensor)
+
+
+RecvNode._register_hook_dict = _register_hook_dict
 
 
 def is_watched(node: Any) -> bool:

@@ -17,6 +17,7 @@ import torch
 
 from telegrad.autograd.pass_protocol import Credit, Reports, Standing
 from telegrad.errors import ProtocolError
+from telegrad.wire.allowed import loads_data
 from telegrad.wire.codec import Packet, head_of_packet
 
 __all__ = ["CreditMessage", "GradientMessage"]
@@ -124,7 +125,7 @@ class GradientMessage:
             credit: Credit = 1
             history: tuple[int, tuple[int, ...]] = (-1, ())
             if flags & _MORE:
-                parts, history = pickle.loads(head[position:])
+                parts, history = loads_data(head[position:])
                 credit = _credit_of(*parts)
         except _DAMAGES as error:
             raise ProtocolError(f"damaged gradient message: {error!r}") from error
@@ -183,7 +184,7 @@ class CreditMessage:
             reports, position = _reports_at(body, _CREDIT_HEAD.size, n_reports)
             credit: Credit = 1
             if flags & _MORE:
-                credit = _credit_of(*pickle.loads(body[position:]))
+                credit = _credit_of(*loads_data(body[position:]))
         except _DAMAGES as error:
             raise ProtocolError(f"damaged credit message: {error!r}") from error
         return cls(context_id, pass_id, credit, reports)

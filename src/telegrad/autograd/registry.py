@@ -15,6 +15,7 @@ import torch
 from telegrad.autograd.context import (
     DistAutogradContext,
     EnteredContext,
+    check_context_id,
     set_thread_context,
     thread_context,
 )
@@ -28,7 +29,9 @@ from telegrad.autograd.context_lifetime import (
 )
 from telegrad.autograd.gathered import Gathered, ids_in
 from telegrad.autograd.nodes import SendFunction, recv_history
+from telegrad.autograd.stopped_gradients import as_marked_leaf
 from telegrad.autograd.walks import MOST_WALKED, look_ahead
+from telegrad.drop_in import torch_phrase
 from telegrad.errors import ContextError
 from telegrad.ids import WorkerCounter
 from telegrad.rpc.seams import NO_CONTEXT, Messenger, Timer
@@ -63,7 +66,7 @@ class ContextRegistry:
         self._message_ids = WorkerCounter(worker_id, first_id)
         self._contexts: dict[int, DistAutogradContext] = {}
         self._lifetimes = ContextLifetimes(worker_id)
-        self._lifetimes_lock = threading.Lock()  # guards the two above
+        self._lifetimes_lock = threading.RLock()  # guards the two above
         self._is_retry_planned = False
         self._is_closed = False
         self._timers: dict[str, Timer] = {}
@@ -100,7 +103,11 @@ class ContextRegistry:
         """
         current = self.current_context()
         if current != NO_CONTEXT:
-            raise ContextError(f"Already have an autograd context id for this thread: {current}")
+            raise ContextError(
+                "this thread is already inside of a dist_autograd.context(): contexts cannot be "
+                "nested; leave that one first"
+                + torch_phrase(f"Already have an autograd context id for this thread: {current}")
+            )
         context = DistAutogradContext(self._context_ids.next())
         set_thread_context(context.id)  # first: what Ctrl-C leaves behind can be found by it
         with self._lifetimes_lock:
@@ -109,12 +116,15 @@ class ContextRegistry:
         return context
 
     def retrieve(self, context_id: int) -> DistAutogradContext:
-        """Raises ContextError if there is no such context here."""
-        context = self._contexts.get(context_id)
+        """Raises ContextError if there is no such context here, TypeError if it is no id."""
+        context = self._contexts.get(context_id) if isinstance(context_id, int) else None
         if context is None:
+            phrase = torch_phrase(f"Could not find autograd context with id: {context_id}")
+            check_context_id(context_id, phrase)
             raise ContextError(
-                f"Could not find autograd context with id: {context_id}. It was never made, or it "
-                "was released: is this inside its `with context()` block?"
+                f"there is no autograd context {context_id} on this worker: it was never made, or "
+                "it was released. Is this inside of its `with dist_autograd.context()` block?"
+                + phrase
             )
         return context
 
@@ -126,8 +136,10 @@ class ContextRegistry:
         context_id = thread_context()
         if context_id == NO_CONTEXT:
             raise ContextError(
-                "Current thread doesn't have a valid autograd context. Please wrap your code "
-                "using: `with telegrad.autograd.context() as context_id` to make one"
+                "this thread is not inside of an autograd context: make one by `with "
+                "dist_autograd.context() as context_id:`, or join that of another thread by "
+                "dist_autograd.join_context(context_id)"
+                + torch_phrase("Current thread doesn't have a valid autograd context")
             )
         return self.retrieve(context_id)
 
@@ -213,6 +225,9 @@ class ContextRegistry:
     def record_receive(
         self, context_id: int, message_id: int, source: int, tensors: Sequence[torch.Tensor]
     ) -> Sequence[torch.Tensor]:
+        if context_id == NO_CONTEXT:
+            worker = self._messenger.name_of(source) if self._messenger is not None else str(source)
+            return [as_marked_leaf(tensor, worker) for tensor in tensors]
         context = self._meet(context_id, source)
         if context is None:
             return [tensor.requires_grad_() for tensor in tensors]

@@ -52,7 +52,9 @@ def _has_device_threads() -> bool:
 
 
 _is_anything_carried = False  # ever, in this process
-_deciding = renewed(threading.Lock())  # guards the changes of both: once carried, never plain again
+_deciding = renewed(
+    threading.RLock()
+)  # guards the changes of both: once carried, never plain again
 _is_plain = False  # Python's state is all there is: no device threads, and nothing was carried
 
 

@@ -63,6 +63,10 @@ class Unwatched:
         count = RemovableHandle.next_id - own
         return None if self._registering or self._own != own else count
 
+    def are_hooks_possible(self) -> bool:
+        """Whether any hook of matter was ever registered in this process."""
+        return self._count() != 0
+
     def includes(self, node: Any) -> bool:
         """Whether nothing is registered that must see the total gradient of a leaf, whose
         AccumulateGrad node this is."""

@@ -7,7 +7,8 @@ Where a ready node has an edge into a node that must wait, the gradient of that 
 the other is ready. Torch's engine does not compute such an edge (it is on no path to what was
 asked for), so a hook after the node calls the node once more by hand, on a thread where no engine
 runs: there the node computes all its edges. Only C++ nodes on that boundary are called twice, and
-they are functions without side effects; Python nodes compute all their edges anyway. A call by
+they are functions without side effects, unless saved-tensor hooks give them some: then the second
+call may fail, and the error says why. Python nodes compute all their edges anyway. A call by
 hand skips the engine's checks, so shape and type are reduced to those of the edge here.
 
 Since a node runs once in a pass, each wave may free what it ran through: `retain_graph=False`
@@ -57,6 +58,7 @@ __all__ = [
     "Wave",
     "can_catch",
     "catch",
+    "use_up_warning",
 ]
 
 Entering: TypeAlias = dict[GradientEdge, torch.Tensor]
@@ -305,11 +307,10 @@ class _Silenced:
         self, out: Sequence[torch.Tensor | None], entered: Sequence[torch.Tensor | None]
     ) -> Sequence[torch.Tensor | None]:
         """What comes out of the node after them."""
-        for id_, quiet in self._others.items():
-            if id_ in self._hooks:  # one may remove another
-                changed = quiet.hook(tuple(out), tuple(entered))
-                if changed is not None:
-                    out = changed if isinstance(changed, tuple) else (changed,)
+        for quiet in self._others.values():  # also one that another has just removed, as in torch
+            changed = quiet.hook(tuple(out), tuple(entered))
+            if changed is not None:
+                out = changed if isinstance(changed, tuple) else (changed,)
         return out
 
     def give_back(self) -> None:
@@ -333,7 +334,7 @@ class _Quiet:
         return None if current_wave() in self.waves else self.hook(*gradients)
 
 
-_silencing = threading.Lock()  # guards which hooks are quiet, and in which waves
+_silencing = threading.RLock()  # guards which hooks are quiet, and in which waves
 
 
 def _call_elsewhere(node: Any, entered: Sequence[torch.Tensor | None], create_graph: bool) -> Any:
@@ -352,8 +353,17 @@ def _call_elsewhere(node: Any, entered: Sequence[torch.Tensor | None], create_gr
     thread = threading.Thread(target=call, name="telegrad-edge")
     thread.start()
     thread.join()
-    if isinstance(outcome[0], BaseException):
-        raise outcome[0]
+    error = outcome[0]
+    if isinstance(error, Exception):
+        raise BackwardError(
+            f"{node.name()} failed when it was computed a second time: {type(error).__name__}: "
+            f"{error}. It lies where gradients of this worker and of another meet, and such a "
+            "function is computed twice in a pass, so its saved tensors are unpacked twice. If "
+            "saved_tensors_hooks or a checkpoint do not allow that, keep the function that uses "
+            "the result of the call out of them"
+        ) from error
+    if isinstance(error, BaseException):
+        raise error
     return outcome[0] if isinstance(outcome[0], tuple) else (outcome[0],)
 
 
@@ -367,6 +377,12 @@ def _fit(gradient: torch.Tensor, node: Any, number: int) -> torch.Tensor:
     return gradient
 
 
+_idle = torch.zeros((), requires_grad=True)
+_to_nothing: Any = torch._C._functions.UndefinedGrad()
+_idle_edge = GradientEdge(_to_nothing(_idle).grad_fn, 0)
+"""Leads to nothing that is ever computed."""
+
+
 def _run_engine(
     owner: LocalPass,
     entering: Entering,
@@ -376,12 +392,17 @@ def _run_engine(
 ) -> Sequence[torch.Tensor | None]:
     create_graph = owner.create_graph
     if create_graph:
-        _use_up_warning()
+        use_up_warning()
     # torch.autograd.backward with the checks of user input left out: they take longer than a
     # small graph.
+    roots, gradients = tuple(entering), tuple(entering.values())
+    if len(roots) == 1 and unwatched.are_hooks_possible():
+        # Of a single root, torch's engine says that it will not be executed, and a hook on several
+        # tensors, of which this is one, would not wait for the others.
+        roots, gradients = (*roots, _idle_edge), (*gradients, _idle)
     came: Sequence[torch.Tensor | None] = _torchs_engine.run_backward(
-        tuple(entering),
-        tuple(entering.values()),
+        roots,
+        gradients,
         owner.retain_graph or create_graph,
         create_graph,
         sinks,
@@ -392,7 +413,7 @@ def _run_engine(
 
 
 @functools.cache
-def _use_up_warning() -> None:
+def use_up_warning() -> None:
     """Torch warns once in a process that `.grad` will refer to its own graph: ours never does."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

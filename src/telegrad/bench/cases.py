@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from telegrad.bench import calls, passes, scripts
+from telegrad.bench import calls, passes, plain, scripts
 from telegrad.bench.harness import Case
 
 __all__ = ["all_cases"]
 
 
 def all_cases() -> list[Case]:
-    return [*calls.CASES, *scripts.CASES, *passes.CASES]
+    return [*calls.CASES, *scripts.CASES, *passes.CASES, *plain.CASES]

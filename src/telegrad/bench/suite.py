@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from telegrad.bench import passes, processes
+from telegrad.bench import passes, plain, processes
 from telegrad.bench.cases import all_cases
 from telegrad.bench.harness import Case, Result, arenas, measure
 
@@ -15,11 +15,12 @@ __all__ = ["names", "run"]
 
 _PROCESSES = "start shutdown idle memory"  # measured together
 _LOCAL_GRAPH = "local graph"
+_ONE_PROCESS = "transformer optimizer"  # beside the same in one process
 
 
 def names() -> list[str]:
     """What words are looked for in."""
-    return [_PROCESSES, *(case.name for case in all_cases()), _LOCAL_GRAPH]
+    return [_PROCESSES, *(case.name for case in all_cases()), _LOCAL_GRAPH, _ONE_PROCESS]
 
 
 def run(words: Sequence[str] = ()) -> Iterator[Result]:
@@ -45,6 +46,10 @@ def run(words: Sequence[str] = ()) -> Iterator[Result]:
             sides["telegrad"].resume()
             for nodes in (1000, 10000):
                 yield sides["telegrad"].ask(passes.local_graph, nodes)
+    if wanted(_ONE_PROCESS):
+        with arenas(2, ("telegrad",)) as sides:
+            sides["telegrad"].resume()
+            yield from sides["telegrad"].ask(plain.beside_one_process)
 
 
 def _by_arena(cases: list[Case]) -> dict[tuple[int, bool], list[Case]]:

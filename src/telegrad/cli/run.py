@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import itertools
+import sys
 
 from telegrad.cli.command import Command, Parser
 from telegrad.launch import LaunchOptions, Program, launch
@@ -26,6 +28,9 @@ apart. When one worker fails the others are ended, and what it said is shown
 last. The exit code is that of the worker that failed, 128 + n if signal n
 killed it. Ctrl-C is passed on to the workers; a second one kills them.
 
+Workers cannot read from a terminal: input() and breakpoint() get no line there.
+Worker 0 reads what is piped in, as in `echo yes | telegrad run ...`.
+
 The cores are shared out between the workers by OMP_NUM_THREADS, unless that is
 set already.
 """
@@ -34,7 +39,7 @@ set already.
 def _configure(parser: Parser) -> None:
     parser.usage = "telegrad run [-n WORKERS] [options] (SCRIPT | -m MODULE) [ARGUMENT ...]"
     parser.add_argument(
-        "-n", "--workers", type=_count, default=1, help="how many workers; 1 by default"
+        "-n", "--workers", type=_count, default=None, help="how many workers; 1 by default"
     )
     parser.add_argument(
         "-m", dest="is_module", action="store_true", help="run a module, as python -m does"
@@ -71,6 +76,7 @@ def _run(options: argparse.Namespace) -> int:
         raise ValueError("name a script, or a module by -m (see telegrad run --help)")
     if name.startswith("-"):
         raise ValueError(f"there is no option {name!r} (see telegrad run --help)")
+    _note_misplaced_count(options.workers, arguments)
     program = Program(
         name=name,
         arguments=tuple(arguments),
@@ -80,11 +86,22 @@ def _run(options: argparse.Namespace) -> int:
     return launch(
         LaunchOptions(
             program=program,
-            workers=options.workers,
+            workers=options.workers or 1,
             master_port=options.master_port,
             grace=options.grace,
         )
     )
+
+
+def _note_misplaced_count(workers: int | None, arguments: list[str]) -> None:
+    """`telegrad run train.py -n 2` starts one worker, and the program gets the `-n`."""
+    for option, value in itertools.pairwise(arguments):
+        if workers is None and option in ("-n", "--workers") and value.isdecimal():
+            print(
+                f"telegrad run: {option} {value} stands after the program and is passed on to it; "
+                f"to start {value} workers, put it before: telegrad run {option} {value} ...",
+                file=sys.stderr,
+            )
 
 
 def _count(text: str) -> int:

@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from telegrad.compat import children, futures
+from telegrad.drop_in import set_drop_in
 
 __all__ = ["install", "is_installed", "uninstall"]
 
@@ -150,6 +151,7 @@ def install() -> None:
         sys.meta_path.insert(0, new.finder)
         new.bindings = _rebind(_replacements(new.modules, ours) | _future_functions() | _profiler())
         children.follow()
+        set_drop_in(True)
         _installed = new
 
 
@@ -169,6 +171,7 @@ def uninstall() -> None:
         if current.is_set():
             raise RuntimeError("RPC is running on telegrad: call shutdown() before uninstall()")
         children.unfollow()
+        set_drop_in(False)
         sys.meta_path.remove(old.finder)
         ours = {name: importlib.import_module(own) for name, own in _REPLACED.items()}
         # Only these: some of torch's change others as they are imported.

@@ -1,9 +1,8 @@
-"""A model trained over three processes of this machine, with what it proves: `make demo`.
+"""A model trained over three processes of this machine: `make demo`.
 
-An embedding table lives on a parameter server, an encoder on a second worker, a head on the driver.
-Each step is one call, which calls on, one backward pass through all three, and one step of an
-optimizer on each. The demo trains it, checks its gradients against the same model in one process,
-and times a step beside torch's own RPC.
+An embedding table lives on one worker, an encoder on a second, a head on the driver. The demo
+trains the model, compares it with the same model trained in one process, and times a step beside
+torch's own RPC.
 """
 
 from telegrad.demo.command import main

@@ -36,7 +36,7 @@ def look_at_host(environment: Mapping[str, str]) -> Iterator[Finding]:
     yield _descriptors()
     yield _replacement()
     yield _secret(environment)
-    yield _ok("tls", f"{ssl.OPENSSL_VERSION}; a program asks for it by RpcOptions(tls=...)")
+    yield _ok("tls", f"{ssl.OPENSSL_VERSION}; encrypts connections over TCP")
     yield _rendezvous(environment)
 
 
@@ -152,7 +152,7 @@ def _replacement() -> Finding:
 def _secret(environment: Mapping[str, str]) -> Finding:
     secret = environment.get("TELEGRAD_SECRET")  # its length is all that is ever told of it
     if secret is None:
-        text = "TELEGRAD_SECRET is not set: made when workers meet, known to all who can get there"
+        text = "TELEGRAD_SECRET is not set: needed only by groups on several machines"
         return _ok("secret", text)
     if not secret:
         return _fail(
@@ -162,7 +162,7 @@ def _secret(environment: Mapping[str, str]) -> Finding:
         return _warn(
             "secret",
             f"TELEGRAD_SECRET has {len(secret)} characters",
-            "take a longer one, such as that of: openssl rand -hex 32",
+            "use a longer one, such as the output of: openssl rand -hex 32",
         )
     return _ok("secret", f"TELEGRAD_SECRET has {len(secret)} characters")
 

@@ -19,8 +19,9 @@ _PATIENCE = 100.0  # seconds; importing torch twice can take long on a machine t
 
 _TRANSPORTS = {
     "unix": "Unix socket: both workers are on this host",
-    "tcp": "TCP: the workers have no Unix sockets in common",
-    "tls": "TLS",
+    "tcp": "encrypted TCP: the workers have no Unix sockets in common",
+    "tls": "TLS with certificates",
+    "plain": "TCP without encryption: the workers have no Unix sockets in common",
 }
 
 

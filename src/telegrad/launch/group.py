@@ -274,6 +274,17 @@ class Group:
         with contextlib.suppress(OSError):  # nobody is left to be told
             self._err.warn(text + (". It said:" if lines else ""))
             self._err.show(cause.rank, lines)
+            if _misses_another(cause):
+                self._tell_who_left_early()
+
+    def _tell_who_left_early(self) -> None:
+        for worker in self._workers:
+            if worker.code == 0 and not worker.was_asked:
+                self._err.say(
+                    f"worker {worker.rank} had ended before, with exit code 0, while others still "
+                    "needed it. Each worker calls rpc.init_rpc(), and at its end rpc.shutdown(), "
+                    "which is what keeps it serving until all are done"
+                )
 
     def _tell(self, text: str) -> None:
         self._spoke_last = -1
@@ -283,7 +294,9 @@ class Group:
 
 
 def _misses_another(worker: WorkerProcess) -> bool:
-    return any(b"WorkerLost" in line for line in worker.last_words.lines())
+    """Whether it failed because another worker was gone, or had never come."""
+    signs = (b"WorkerLost", b"did not join within")
+    return any(sign in line for line in worker.last_words.lines() for sign in signs)
 
 
 def _blame(worker: WorkerProcess) -> tuple[bool, bool, float]:

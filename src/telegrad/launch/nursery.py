@@ -102,7 +102,8 @@ def _run(arguments: list[str]) -> None:
         raise
     except BaseException as error:
         error.__traceback__ = _of_program(error.__traceback__)
-        sys.excepthook(type(error), error, error.__traceback__)
+        if not _was_idle(error):
+            sys.excepthook(type(error), error, error.__traceback__)
         sys.excepthook = lambda *_: None
         raise
 
@@ -138,6 +139,19 @@ def _run_script(path: str, module: ModuleType) -> None:
         code = compile(source.get_data(path), path, "exec", dont_inherit=True)
     assert code is not None
     exec(code, module.__dict__)
+
+
+def _was_idle(error: BaseException) -> bool:
+    """Whether Ctrl-C has ended a worker that only waited for the others, in `shutdown`: there is
+    nothing in its traceback that anybody looks for."""
+    traceback = error.__traceback__
+    while isinstance(error, KeyboardInterrupt) and traceback is not None:
+        frame = traceback.tb_frame
+        module = frame.f_globals.get("__name__", "")
+        if frame.f_code.co_name == "shutdown" and module.startswith("telegrad."):
+            return True
+        traceback = traceback.tb_next
+    return False
 
 
 def _of_program(traceback: TracebackType | None) -> TracebackType | None:

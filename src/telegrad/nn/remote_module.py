@@ -12,8 +12,10 @@ from torch.futures import Future
 from torch.utils._pytree import tree_map
 
 from telegrad import rpc
+from telegrad.drop_in import is_drop_in, torch_phrase
 from telegrad.errors import NotInitialized, RRefError
 from telegrad.rpc import RRef
+from telegrad.rpc.arguments import checked_arguments
 from telegrad.rpc.remote import register_reducer
 
 __all__ = ["RemoteModule"]
@@ -77,6 +79,7 @@ class RemoteModule(nn.Module):
     Raises:
         NotInitialized: no worker runs in this process.
         ValueError: `remote_device` cannot be understood.
+        TypeError: `module_cls`, `args` or `kwargs` is not of the right type.
 
     Example::
 
@@ -99,10 +102,9 @@ class RemoteModule(nn.Module):
     ) -> None:
         super().__init__()
         self._place(remote_device)
+        given, named = checked_creation(module_cls, args, kwargs)
         self.module_rref = rpc.remote(
-            self.on,
-            _create_module,
-            (module_cls, tuple(args or ()), dict(kwargs or {}), self.device),
+            self.on, _create_module, (module_cls, given, named, self.device)
         )
 
     @classmethod
@@ -173,9 +175,15 @@ class RemoteModule(nn.Module):
 
     def parameters(self, recurse: bool = True) -> NoReturn:
         raise ValueError(
-            "Method ``parameters`` not supported for RemoteModule. Please use "
-            "``remote_parameters`` instead."
+            f"{self._elsewhere('parameters')}: use remote_parameters()"
+            + torch_phrase(
+                "Method ``parameters`` not supported for RemoteModule. Please use "
+                "``remote_parameters`` instead."
+            )
         )
+
+    def _elsewhere(self, name: str) -> str:
+        return f"{name}() does not work on a RemoteModule, whose module is on worker {self.on!r}"
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.on}/{self.device})"
@@ -211,7 +219,14 @@ def from_module_rref(
 
 def _refuse(name: str) -> Callable[..., NoReturn]:
     def method(self: RemoteModule, *args: Any, **kwargs: Any) -> NoReturn:
-        raise ValueError(f"Method ``{name}`` not supported for RemoteModule")
+        if "parameters" in name or name == "named_modules":
+            hint = "use remote_parameters() for references to its parameters"
+        elif name in ("modules", "children", "named_children"):  # what nn.Module walks by itself
+            hint = "it cannot be walked from here; remote_parameters() refers to its parameters"
+        else:
+            hint = f"call it there, by get_module_rref().rpc_sync().{name}(...)"
+        phrase = torch_phrase(f"Method ``{name}`` not supported for RemoteModule")
+        raise ValueError(f"{self._elsewhere(name)}: {hint}{phrase}")
 
     method.__name__ = name
     method.__qualname__ = f"RemoteModule.{name}"
@@ -234,6 +249,30 @@ def _rebuild(cls: type[RemoteModule], fields: Mapping[str, Any]) -> RemoteModule
 register_reducer(RemoteModule, _reduce)
 
 
+def checked_creation(
+    module_cls: object, args: object, kwargs: object
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a module's constructor.
+
+    Raises:
+        TypeError: `module_cls` cannot make a module, or the arguments are not a tuple and a dict.
+    """
+    is_module = isinstance(module_cls, nn.Module)
+    is_other_class = isinstance(module_cls, type) and not issubclass(module_cls, nn.Module)
+    if is_drop_in():
+        is_other_class = False  # torch finds out when the module is used
+    if is_module or is_other_class or not callable(module_cls):
+        got = f"an instance of {type(module_cls).__name__}"
+        if is_other_class:
+            got = f"the class {getattr(module_cls, '__name__', '')}, which is not a module's"
+        raise TypeError(
+            "module_cls must be a class of modules, such as nn.Linear, or a function that returns "
+            f"a module, got {got}. What it takes goes into args="
+        )
+    given, named = checked_arguments("RemoteModule", args, kwargs)
+    return given, named or {}
+
+
 # -- at the owner
 
 
@@ -246,10 +285,19 @@ def _create_module(
     module = module_cls(*args, **kwargs)
     if not isinstance(module, nn.Module):
         raise ValueError(
-            "Expect `module_cls(*args, **kwargs)` returns an instance of <class nn.Module>, "
-            f"but it returns an instance of {type(module)}."
+            f"module_cls must return an nn.Module, and returned a {type(module).__name__}"
+            + torch_phrase(
+                "Expect `module_cls(*args, **kwargs)` returns an instance of <class nn.Module>, "
+                f"but it returns an instance of {type(module)}."
+            )
         )
-    return module.to(device)
+    try:
+        return module.to(device)
+    except Exception as error:
+        raise ValueError(
+            f"the module cannot be moved to {device!r} on worker "
+            f"{rpc.get_worker_info().name!r}: {error}"
+        ) from error
 
 
 def _forward(

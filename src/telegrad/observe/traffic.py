@@ -48,7 +48,7 @@ class Traffic:
     itself."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards the set below and the sum
+        self._lock = threading.RLock()  # guards the set below and the sum
         self._meters: set[_Meter] = set()
         self._ended: Counter[str] = Counter()
 

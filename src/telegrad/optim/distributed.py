@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from telegrad import autograd, rpc
-from telegrad.optim.local import Group, LocalOptimizer, new_local_optimizer
-from telegrad.optim.together import wait_for_all
+from telegrad.optim.local import (
+    Group,
+    LocalOptimizer,
+    new_local_optimizer,
+    unstepped_leaves,
+)
+from telegrad.optim.together import check_class, states_of, wait_for_all
 from telegrad.rpc import RRef
 
 __all__ = ["DistributedOptimizer"]
+
+_WRAP = ". Wrap parameters of this worker: [rpc.RRef(p) for p in module.parameters()]"
 
 ParameterGroup = Mapping[str, Any]
 """`{"params": [RRef, ...], "lr": ...}`, as in `torch.optim`, with references for parameters."""
@@ -25,6 +33,10 @@ class DistributedOptimizer:
     One optimizer of the given class is made on each worker that owns some of the parameters.
     Several trainers may step at once, also with optimizers of their own over the same parameters:
     on each worker, steps of the same parameters follow each other.
+
+    It differs from `torch.optim` in two ways: `step` takes the context whose gradients it applies,
+    and `zero_grad` is not needed. Learning rates are scheduled by `DistributedLRScheduler`: the
+    classes of `torch.optim.lr_scheduler` do not take this optimizer themselves.
 
     Args:
         optimizer_class: any of `torch.optim`, or another of that kind.
@@ -53,6 +65,7 @@ class DistributedOptimizer:
         *args: Any,
         **kwargs: Any,
     ) -> None:
+        check_class(optimizer_class, "optimizer_class", "torch.optim.AdamW")
         by_owner = _groups_by_owner(params_rref)
         made = wait_for_all(
             "construction",
@@ -77,7 +90,8 @@ class DistributedOptimizer:
     def step(self, context_id: int) -> None:
         """Applies the gradients that the context has gathered, on all owners at once.
 
-        Parameters without a gradient in the context are left as they are.
+        Parameters without a gradient in the context are left as they are. If that is so for all of
+        them, it warns: `backward` was not called, or the loss uses other parameters.
 
         Raises:
             ContextError: there is no such context on this worker, or it has ended; nothing was
@@ -103,7 +117,52 @@ class DistributedOptimizer:
             step = partial(local.local_value().step, context_id)
         else:
             step = partial(local.rpc_sync().step, context_id)
-        wait_for_all("step", futures, {owner: step})
+        left = wait_for_all("step", futures, {owner: step})
+        if None not in left.values():
+            self._warn_of_empty_step(left)
+
+    def _warn_of_empty_step(self, gradients: Mapping[str, int]) -> None:
+        found = ", ".join(f"{count} on {owner!r}" for owner, count in gradients.items())
+        warnings.warn(
+            "step(): none of the optimizer's parameters has a gradient in this context; it has "
+            f"gradients of other tensors: {found}. Was backward() called? Are these the parameters "
+            "that the loss uses, and not copies of them?",
+            UserWarning,
+            stacklevel=3,
+        )
+
+    def zero_grad(self, set_to_none: bool = True) -> NoReturn:
+        """Not needed: each context starts without gradients."""
+        raise TypeError(
+            "zero_grad() is not needed: gradients belong to a dist_autograd.context(), and each "
+            "starts without any"
+        )
+
+    def unstepped(self, context_id: int) -> dict[str, list[tuple[int, ...]]]:
+        """The leaves that have a gradient in the context and are not parameters of this optimizer,
+        as their shapes, by worker. `step` leaves them as they are: a list of parameters that leaves
+        some out shows here.
+
+        Raises:
+            ContextError: there is no such context on this worker.
+        """
+        autograd._retrieve_context(context_id)
+        found: dict[str, list[tuple[int, ...]]] = {}
+        ahead, seen = {rpc.get_worker_info().name, *self._by_owner}, set[str]()
+        while ahead:
+            seen |= ahead
+            futures = {
+                worker: rpc.rpc_async(
+                    worker, unstepped_leaves, (context_id, self._by_owner.get(worker))
+                )
+                for worker in sorted(ahead)
+            }
+            ahead = set()
+            for worker, (shapes, others) in wait_for_all("unstepped", futures).items():
+                if shapes:
+                    found[worker] = shapes
+                ahead.update(name for name in others if name not in seen)
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """The state of each owner's optimizer, by the owner's name."""
@@ -116,7 +175,7 @@ class DistributedOptimizer:
         Raises:
             ValueError: it is of an optimizer whose parameters live on other workers.
         """
-        states = state_dict["workers"]
+        states = states_of(state_dict, "DistributedOptimizer")
         if set(states) != set(self._by_owner):
             raise ValueError(
                 f"the state is of parameters on {', '.join(sorted(states)) or 'no worker'}, and "
@@ -144,7 +203,7 @@ def _groups_by_owner(
         if not isinstance(item, Mapping) or "params" not in item:
             raise TypeError(
                 "parameters must be RRefs, or all be groups: dicts with 'params' and options; "
-                f"got a {type(item).__name__}"
+                f"got a {type(item).__name__}{_WRAP}"
             )
         options = {key: value for key, value in item.items() if key != "params"}
         members = [item["params"]] if isinstance(item["params"], RRef) else item["params"]
@@ -153,7 +212,7 @@ def _groups_by_owner(
             if not isinstance(rref, RRef):
                 raise TypeError(
                     "'params' of a parameter group must be RRefs of parameters, got a "
-                    f"{type(rref).__name__}"
+                    f"{type(rref).__name__}{_WRAP}"
                 )
             split.setdefault(rref.owner_name(), []).append(rref)
         for owner, rrefs in split.items():

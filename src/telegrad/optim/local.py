@@ -11,14 +11,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from telegrad import autograd
+from telegrad import autograd, rpc
 from telegrad.rpc import RRef
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "LocalScheduler",
     "new_local_optimizer",
     "new_local_scheduler",
+    "unstepped_leaves",
 ]
 
 _numbers = itertools.count()
@@ -47,7 +48,7 @@ class _ParameterLock:
 
 
 _locks: Any = WeakIdKeyDictionary()  # parameter → its lock
-_locks_lock = threading.Lock()  # guards the table above
+_locks_lock = threading.RLock()  # guards the table above
 
 
 def _locks_of(params: Sequence[torch.Tensor]) -> list[_ParameterLock]:
@@ -75,8 +76,13 @@ class LocalOptimizer:
         self.optimizer = optimizer_class(self._params if is_plain else local, *args, **kwargs)
         self._locks = _locks_of(self._params)
 
-    def step(self, context_id: int) -> None:
+    def step(self, context_id: int) -> int | None:
+        """
+        Returns:
+            if none of the parameters has a gradient: how many other tensors here have one.
+        """
         gradients = autograd.get_gradients(context_id)
+        has_any = any(param in gradients for param in self._params)
         with self.alone():
             before = [param.grad for param in self._params]
             try:
@@ -86,6 +92,12 @@ class LocalOptimizer:
             finally:
                 for param, grad in zip(self._params, before, strict=True):
                     param.grad = grad
+        return None if has_any else len(gradients)
+
+    def leaves_beside(self, gradients: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Those that are not parameters of this optimizer."""
+        own = set(map(id, self._params))
+        return [leaf for leaf in gradients if id(leaf) not in own]
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -143,6 +155,20 @@ def new_local_optimizer(
 ) -> RRef[LocalOptimizer]:
     """Runs where the parameters are."""
     return RRef(LocalOptimizer(optimizer_class, groups, args, kwargs))
+
+
+def unstepped_leaves(
+    context_id: int, optimizer: RRef[LocalOptimizer] | None
+) -> tuple[list[tuple[int, ...]], list[str]]:
+    """Runs on any worker of a context: the shapes of leaves with a gradient that the optimizer does
+    not have, and the names of the workers that this one knows of in the context."""
+    if not autograd._is_valid_context(context_id):
+        return [], []
+    leaves = list(autograd.get_gradients(context_id))
+    if optimizer is not None:
+        leaves = optimizer.local_value().leaves_beside(leaves)
+    others = autograd._retrieve_context(context_id)._known_worker_ids()
+    return [tuple(leaf.shape) for leaf in leaves], [rpc.get_worker_info(o).name for o in others]
 
 
 def new_local_scheduler(

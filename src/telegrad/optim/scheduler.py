@@ -8,7 +8,7 @@ from typing import Any
 from telegrad import rpc
 from telegrad.optim.distributed import DistributedOptimizer
 from telegrad.optim.local import LocalScheduler, new_local_scheduler
-from telegrad.optim.together import wait_for_all
+from telegrad.optim.together import check_class, states_of, wait_for_all
 from telegrad.rpc import RRef
 
 __all__ = ["DistributedLRScheduler"]
@@ -33,6 +33,12 @@ class DistributedLRScheduler:
     def __init__(
         self, optimizer: DistributedOptimizer, scheduler_class: type[Any], *args: Any, **kwargs: Any
     ) -> None:
+        if not isinstance(optimizer, DistributedOptimizer):
+            raise TypeError(
+                "the optimizer comes first, and must be a DistributedOptimizer: "
+                f"DistributedLRScheduler(optimizer, StepLR, ...), got a {type(optimizer).__name__}"
+            )
+        check_class(scheduler_class, "scheduler_class", "torch.optim.lr_scheduler.StepLR")
         self._by_owner: dict[str, RRef[LocalScheduler]] = wait_for_all(
             "scheduler",
             {
@@ -62,7 +68,7 @@ class DistributedLRScheduler:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes up what `state_dict` gave, for the same owners."""
-        states = state_dict["workers"]
+        states = states_of(state_dict, "DistributedLRScheduler")
         if set(states) != set(self._by_owner):
             raise ValueError(
                 f"the state is of schedulers on {', '.join(sorted(states)) or 'no worker'}, and "

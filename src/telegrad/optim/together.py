@@ -2,14 +2,41 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch.futures import Future
 
 from telegrad.errors import RemoteError, RpcTimeout, WorkerLost
 
-__all__ = ["wait_for_all"]
+__all__ = ["check_class", "states_of", "wait_for_all"]
+
+
+def check_class(given: object, name: str, example: str) -> None:
+    """
+    Raises:
+        TypeError: what makes an optimizer or a scheduler is not a class, or a function.
+    """
+    is_instance = isinstance(given, (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler))
+    if is_instance or not callable(given):
+        what = f"an instance of {type(given).__name__}" if is_instance else reprlib.repr(given)
+        raise TypeError(f"{name} must be a class such as {example}, got {what}")
+
+
+def states_of(state_dict: object, kind: str) -> Mapping[str, Any]:
+    """The states in what `state_dict` gave, by worker.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    states = state_dict.get("workers") if isinstance(state_dict, Mapping) else None
+    if not isinstance(states, Mapping):
+        raise ValueError(
+            f"this is not a state of a {kind}, which has 'workers': pass what state_dict() gave"
+        )
+    return states
 
 
 def wait_for_all(

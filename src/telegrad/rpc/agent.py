@@ -23,10 +23,17 @@ import torch
 from torch import is_grad_enabled
 from torch.futures import Future
 
-from telegrad.errors import RpcTimeout, SerializationError, TelegradError, WorkerLost
+from telegrad.errors import (
+    ReplyLost,
+    RpcTimeout,
+    SerializationError,
+    TelegradError,
+    WorkerLost,
+)
 from telegrad.rpc.async_call import AsyncCall, NotSent
 from telegrad.rpc.call_head import pack_call_head
 from telegrad.rpc.conversation import Interruption, messages_in
+from telegrad.rpc.multiplex import Multiplex
 from telegrad.rpc.network import Network
 from telegrad.rpc.options import RpcOptions
 from telegrad.rpc.outcome import (
@@ -40,10 +47,11 @@ from telegrad.rpc.peer import SHUT_DOWN, Peer, not_sent
 from telegrad.rpc.rendezvous import Directory
 from telegrad.rpc.seams import NO_CONTEXT, Handler, Rescue, Timer
 from telegrad.rpc.service import Service
+from telegrad.rpc.work_pool import DEEPEST
 from telegrad.rpc.worker_info import WorkerInfo
 from telegrad.transport.base import ConnectionClosed, TransportTimeout
 from telegrad.wire.codec import Codec, Encoded
-from telegrad.wire.frames import Flags, Frame, Kind, pack_rider
+from telegrad.wire.frames import Flags, Frame, Kind, Unread, pack_rider
 from telegrad.wire.references import name_of
 
 __all__ = ["Agent"]
@@ -51,6 +59,11 @@ __all__ = ["Agent"]
 _log = logging.getLogger("telegrad.rpc")
 
 _HEAD_ROOM = 4096  # of a body, for what stands in front of the payload
+_CALLS = (Kind.CALL, Kind.REMOTE, Kind.PLAIN_CALL)
+_MOST_OPEN = 1024  # asynchronous calls to one worker; beyond it, a caller waits for replies
+_ENDS = (Kind.RREF_DELETE, Kind.RREF_DELETED)  # nobody waits for them, and they come in swarms
+_LANES_OF_ENDS = 1
+_NO_REPLY = 1.0  # seconds without any, after which twice as many may be open
 
 
 class Agent:
@@ -64,7 +77,7 @@ class Agent:
         self,
         info: WorkerInfo,
         incarnation: bytes,
-        secret: bytes,
+        key: bytes,
         options: RpcOptions,
         directory: Directory,
         codec: Codec,
@@ -82,22 +95,25 @@ class Agent:
         self.network: Network = Network(
             info,
             incarnation,
-            secret,
+            key,
             options,
             directory,
             self.service.serve,
             self.service.function_in,
             self.service.name_of,
             self.service.has_called,
-            partial(on_thread_start, self),
+            partial(self._begin_thread, on_thread_start),
         )
         for kind in (Kind.REPLY, Kind.ERROR):
             self.service.handle_frame(kind, self._came_too_late)
-        self.abandon: Callable[[Sequence[Any]], None] = _drop
-        """Ends references that were packed and will not be unpacked."""
         self._riders: list[tuple[Kind, Callable[[int], bytes | None]]] = []
         self._call_ids = itertools.count(1)
         self._own_calls = OwnCalls()
+        self._most_open: dict[int, int] = {}  # by worker, where it is not the usual number
+
+    def _begin_thread(self, on_thread_start: Callable[[Agent], None]) -> None:
+        self._thread.is_own = True
+        on_thread_start(self)
 
     @property
     def worker_id(self) -> int:
@@ -123,7 +139,7 @@ class Agent:
         peer = self.network.members.peer(to)
         head, encoded, context, message = self.pack_call(to, func, args, kwargs)
         seconds = self.rpc_timeout if timeout is None else timeout
-        flags = 0 if is_grad_enabled() else Flags.NO_GRAD
+        flags = self._thread.depth if is_grad_enabled() else self._thread.depth | Flags.NO_GRAD
         for kind, take in self._riders:
             rider = take(to)
             if rider is not None:
@@ -144,12 +160,46 @@ class Agent:
                 seconds or None,
                 what,
                 flags,
-                partial(self.abandon, encoded.references) if encoded.references else None,
+                encoded.references,
             )
         except TelegradError as error:
-            self._take_back_after(encoded, error)
+            self.take_back_after(encoded, error)
             raise
         return self.result(to, frame, what)
+
+    def begin_call(
+        self, to: int, func: Callable[..., Any], args: Sequence[Any]
+    ) -> Callable[[], Any]:
+        """Sends a call on the synchronous path, and returns what waits for its result: once, on any
+        thread. It has no timeout; the loss of the worker ends the wait.
+
+        Each has a lane, and so a thread at the other end. If many are under way, it goes the
+        asynchronous way.
+        """
+        if to == self.info.id or self.network.members.peer(to).has_many_begun:
+            return self.call_async(to, func, args, timeout=0).wait
+        self._thread.has_called = True
+        head, encoded, _, _ = self.pack_call(to, func, args, None)
+        if encoded.references is not None:
+            encoded.references.leave()
+        what = partial(describe_call, func, ())
+        flags = self._thread.depth if is_grad_enabled() else self._thread.depth | Flags.NO_GRAD
+        begun = self.network.members.peer(to).begin(
+            Kind.CALL, (head, encoded.payload), encoded.buffers, what, flags
+        )
+        return lambda: self.result(to, begun.wait(), what)
+
+    def begin_request(self, to: int, kind: Kind, body: Any) -> Callable[[], Any] | None:
+        """The same for a message that has a reply. None if it should go the asynchronous way."""
+        peer = None if to == self.info.id else self.network.members.peer(to)
+        if peer is None or peer.has_many_begun:
+            return None
+        self._thread.has_called = True
+        encoded = self.codec.encode(body, to)
+        what = partial(describe_message, kind)
+        flags = self._thread.depth
+        begun = peer.begin(kind, (encoded.payload,), encoded.buffers, what, flags)
+        return lambda: self.result(to, begun.wait(), what)
 
     def call_async(
         self,
@@ -175,15 +225,18 @@ class Agent:
     def take_back_if_unread(self, call: AsyncCall, encoded: Encoded) -> None:
         """References that were packed for a worker end if their message does not reach it.
         Those that were packed before its loss do so by that."""
-        if encoded.references:
-            call.on_failure = partial(self._take_back_after, encoded)
+        if encoded.references is not None:
+            call.references = encoded.references
+            call.on_failure = partial(self.take_back_after, encoded)
 
-    def _take_back_after(self, encoded: Encoded, error: Exception) -> None:
+    def take_back_after(self, encoded: Encoded, error: Exception) -> None:
         is_unread = isinstance(error, WorkerLost | NotSent) or (
             isinstance(error, RpcTimeout) and not error.was_sent
         )
-        if is_unread and encoded.references:
-            self.abandon(encoded.references)
+        if isinstance(error, ReplyLost):
+            is_unread = False  # its worker is alive, and may have read them
+        if is_unread and encoded.references is not None:
+            encoded.references.abandon()
 
     def pack_call(
         self, to: int, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | None
@@ -193,15 +246,21 @@ class Agent:
             with torch.enable_grad():
                 return self.pack_call(to, func, args, kwargs)
         name = name_of(func)
-        if name is not None and len(name) < _HEAD_ROOM // 2:
+        if name is None or len(name) >= _HEAD_ROOM // 2:
+            name = b""
+        head = pack_call_head(name)
+        if name:
             encoded = self.codec.encode_arguments(args, kwargs, to)
-            head = pack_call_head(name)
         else:
             encoded = self.codec.encode(
                 (func, args, kwargs or None), to, labels=("func", "args", "kwargs")
             )
-            head = pack_call_head(b"")
-        return head, encoded, *self._record(to, encoded)
+        try:
+            return head, encoded, *self._record(to, encoded)
+        except BaseException:  # Ctrl-C, say: the message never leaves
+            if encoded.references is not None:
+                encoded.references.abandon()
+            raise
 
     def _record(self, to: int, encoded: Encoded) -> tuple[int, int]:
         recorder = self.service.recorder
@@ -241,8 +300,9 @@ class Agent:
         timeout: float | None,
     ) -> None:
         """Sends the request of an asynchronous call; `call` is settled by whatever ends it."""
-        self._thread.has_called = True
-        flags = 0 if is_grad_enabled() else Flags.NO_GRAD
+        thread = self._thread
+        thread.has_called = True
+        flags = thread.depth if is_grad_enabled() else thread.depth | Flags.NO_GRAD
         seconds = self.rpc_timeout if timeout is None else timeout
         call.seconds = seconds
         call.deadline = time.monotonic() + seconds if seconds else math.inf
@@ -250,32 +310,59 @@ class Agent:
             self._dispatch_to_self(call, kind, flags, context, message, body, buffers)
             return
         call_id = next(self._call_ids)
+        peer: Peer | None = None
+        multiplex: Multiplex | None = None
+        is_expected = False
         try:
             peer = call.peer = self.network.members.peer(call.to)
             multiplex = peer.multiplex(seconds or None)
+            is_call = kind in _CALLS
+            if multiplex.pending_count >= _MOST_OPEN and is_call and not thread.is_own:
+                self._wait_for_replies(call.to, lambda: multiplex.pending_count)
             multiplex.expect(call_id, call)
+            is_expected = True
+            if call.references is not None:
+                call.references.leave()
+            multiplex.send(
+                kind,
+                flags,
+                call_id,
+                context,
+                message,
+                body,
+                buffers,
+                until=call.deadline,
+                begun=call.begun,
+            )
         except TransportTimeout:
-            call.expire(was_sent=False)
-            return
-        except ConnectionClosed:
-            call.settle_error(peer.loss(call.what()))
-            return
+            if multiplex is None or multiplex.forget(call_id):
+                call.expire(was_sent=False)
+        except ConnectionClosed as error:
+            if peer is not None and multiplex is not None:
+                peer.multiplex_ended(multiplex, str(error))
+                if not is_expected or multiplex.forget(call_id):
+                    call.fail(str(error))
         except WorkerLost as error:
             call.settle_error(not_sent(error, call.what()))
-            return
         except BaseException as error:
-            call.settle_error(NotSent(f"{call.what()} was not sent: {type(error).__name__}"))
+            # One that has begun to leave is answered, and settled by that.
+            if not call.begun and (multiplex is None or multiplex.forget(call_id)):
+                call.settle_error(NotSent(f"{call.what()} was not sent: {type(error).__name__}"))
             raise
-        try:
-            multiplex.send(kind, flags, call_id, context, message, body, buffers)
-        except (ConnectionClosed, TransportTimeout) as error:
-            peer.lose(str(error))
-            if multiplex.forget(call_id):
-                call.fail(str(error))
-        except BaseException:
-            # Ctrl-C in the middle of a message: what follows on this connection is garbage.
-            multiplex.interrupt()
-            raise
+
+    def _wait_for_replies(self, to: int, count: Callable[[], int]) -> None:
+        """Slows down a program that makes asynchronous calls faster than they are answered. Ends
+        when fewer are open, or when none has been answered for a while: they may wait for what the
+        program does next, and more may be open from then on."""
+        least, since = count(), time.monotonic()
+        while (now_open := count()) >= self._most_open.get(to, _MOST_OPEN):
+            if now_open < least:
+                least, since = now_open, time.monotonic()
+            elif time.monotonic() - since > _NO_REPLY:
+                self._most_open[to] = 2 * now_open
+                _log.info("%d calls to %s have not been answered", now_open, self.name_of(to))
+                return
+            time.sleep(0.001)
 
     def _dispatch_to_self(
         self,
@@ -305,6 +392,8 @@ class Agent:
             if pending is not None:
                 pending.expire()
 
+        if len(calls) >= _MOST_OPEN and not self._thread.is_own:
+            self._wait_for_replies(call.to, calls.__len__)
         if not calls.add(call_id, call):
             call.fail(SHUT_DOWN)
             return
@@ -313,11 +402,20 @@ class Agent:
             timer = self.network.clock.call_later(
                 call.seconds, partial(self.network.work.submit, expire)
             )
-        self.network.work.submit(partial(self.service.serve, self.info.id, frame, reply))
+        depth = flags // Flags.DEPTH_ONE
+        serve = partial(self.service.serve, self.info.id, frame, reply)
+        try:
+            if call.references is not None:
+                call.references.leave()
+            self.network.calls.submit(depth, serve)
+        except BaseException as error:
+            if calls.take(call_id) is not None:
+                call.settle_error(NotSent(f"{call.what()} was not sent: {type(error).__name__}"))
+            raise
 
     # -- messages of the layers above
 
-    def post(self, to: int, kind: Kind, body: Any) -> None:
+    def post(self, to: int, kind: Kind, body: Any, *, reach: bool = False) -> None:
         encoded = self.codec.encode(body, to)
         conversation = self._thread.conversation
         if (
@@ -332,13 +430,15 @@ class Agent:
             )
             self.network.work.submit(partial(self.service.serve, to, frame, _drop))
             return
-        self._living_peer(to, kind).post(
+        peer = self._peer(to) if reach else self._living_peer(to, kind)
+        peer.post(
             kind,
             NO_CONTEXT,
             -1,
             (encoded.payload,),
             encoded.buffers,
             partial(describe_message, kind),
+            *((_LANES_OF_ENDS,) if kind in _ENDS else ()),
         )
 
     def _peer(self, worker: int) -> Peer:
@@ -437,6 +537,24 @@ class Agent:
     def call_later(self, seconds: float, callback: Callable[[], None]) -> Timer:
         return self.network.clock.call_later(seconds, callback)
 
+    @property
+    def depth(self) -> int:
+        """Of the calls that this thread makes: see `telegrad.rpc.work_pool`."""
+        return self._thread.depth // Flags.DEPTH_ONE
+
+    def run_like_a_call(self, work: Callable[[], None], depth: int) -> None:
+        """On a thread for calls of this depth: `work` may take long, and call other workers."""
+        depth = min(depth, DEEPEST)
+
+        def run() -> None:
+            self._thread.depth = min((depth + 1) * Flags.DEPTH_ONE, Flags.DEPTH)
+            try:
+                work()
+            finally:
+                self._thread.depth = 0
+
+        self.network.calls.submit(depth, run)
+
     def run_aside(self, work: Callable[[], None]) -> None:
         self.network.work.submit(work)
 
@@ -446,8 +564,9 @@ class Agent:
             try:
                 return self.service.decode(source, frame, frame.body)
             except SerializationError as error:
+                reason = frame.buffers.reason if isinstance(frame.buffers, Unread) else error
                 raise SerializationError(
-                    f"the result of {what()} on worker {self.name_of(source)!r}: {error}",
+                    f"the result of {what()} on worker {self.name_of(source)!r}: {reason}",
                     path=error.path,
                 ) from error
         if frame.kind is Kind.ERROR:

@@ -10,7 +10,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.futures
 from torch._C._distributed_c10d import Store
@@ -19,6 +19,7 @@ from torch.futures import Future
 from telegrad.errors import RpcTimeout, TelegradError
 from telegrad.forks import renewed
 from telegrad.rpc import current
+from telegrad.rpc.arguments import checked_call
 from telegrad.rpc.options import UNSET_RPC_TIMEOUT, RpcOptions, checked_timeout
 from telegrad.rpc.rref import RRef
 from telegrad.rpc.rref_lookup import set_table_lookup
@@ -72,11 +73,18 @@ def init_rpc(
             not come together within `RpcOptions.rpc_timeout`.
         TypeError, ValueError: arguments or options that cannot be.
     """
+    if isinstance(backend, RpcOptions):
+        raise TypeError("pass options by name: init_rpc(name, rpc_backend_options=RpcOptions(...))")
     if backend is not None:
-        raise TypeError(f"telegrad has one backend: leave backend=None, got {backend!r}")
+        raise TypeError(
+            f"telegrad has one backend: leave backend=None, got a {type(backend).__name__}"
+        )
     options = rpc_backend_options if rpc_backend_options is not None else RpcOptions()
     if not isinstance(options, RpcOptions):
-        raise TypeError(f"rpc_backend_options must be an RpcOptions, got {options!r}")
+        raise TypeError(
+            f"rpc_backend_options must be an RpcOptions, got a {type(options).__name__}: write "
+            "RpcOptions(...), or call telegrad.install() first to use the options of torch's RPC"
+        )
     options = replace(options)  # they can be changed: this checks them again
     WorkerInfo(name, rank)  # a name that cannot be is refused before anybody is met
     with _init_lock:
@@ -117,6 +125,7 @@ def rpc_sync(
     args: Sequence[Any] | None = None,
     kwargs: dict[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
+    **misplaced: NoReturn,
 ) -> Any:
     """Runs `func` on worker `to` and returns its result.
 
@@ -124,22 +133,26 @@ def rpc_sync(
         to: a worker's name, rank or `WorkerInfo`; also this worker itself.
         func: a function, method, class, torch builtin or TorchScript function. Lambdas and closures
             work, but are sent whole, and slower.
-        args, kwargs: its arguments; tensors in them arrive as copies.
-        timeout: seconds; 0 is no limit, and so is infinity. By default that of
+        args, kwargs: its arguments: a tuple or list, and a mapping. One argument is `args=(x,)`.
+            Tensors in them arrive as copies.
+        timeout: seconds; 0 is no limit, and so is infinity. By default, or by -1, that of
             `RpcOptions.rpc_timeout`.
 
     Raises:
         RpcTimeout: the reply did not come in time; the function may still be running.
         WorkerLost: the worker died, or cannot be reached.
         SerializationError: an argument or the result cannot be sent; it says which.
-        TypeError, ValueError: the timeout is no number, or negative.
+        TypeError: `func`, `args` or `kwargs` is not of the right type; nothing was sent.
+        TypeError, ValueError: the timeout is not a number, or negative.
         Exception: whatever the function raised; its cause holds the remote traceback.
     """
+    if type(args) is not tuple or kwargs is not None or misplaced or not callable(func):
+        args, kwargs = checked_call("rpc_sync", func, args, kwargs, misplaced)
     if timeout != UNSET_RPC_TIMEOUT:
         timeout = checked_timeout(timeout)
     worker = current.current()
     return worker.agent.call(
-        _id_of(worker, to), func, args or (), kwargs, None if timeout < 0 else timeout
+        _id_of(worker, to), func, args, kwargs, None if timeout < 0 else timeout
     )
 
 
@@ -149,14 +162,17 @@ def rpc_async(
     args: Sequence[Any] | None = None,
     kwargs: dict[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
+    **misplaced: NoReturn,
 ) -> Future[Any]:
     """The same as `rpc_sync`, but returns a future at once. What `rpc_sync` would raise, the
     future's `wait` does; an argument that cannot be sent is raised here."""
+    if type(args) is not tuple or kwargs is not None or misplaced or not callable(func):
+        args, kwargs = checked_call("rpc_async", func, args, kwargs, misplaced)
     if timeout != UNSET_RPC_TIMEOUT:
         timeout = checked_timeout(timeout)
     worker = current.current()
     future = worker.agent.call_async(
-        _id_of(worker, to), func, args or (), kwargs, None if timeout < 0 else timeout
+        _id_of(worker, to), func, args, kwargs, None if timeout < 0 else timeout
     )
     collected: list[Future[Any]] | None = getattr(_collecting, "futures", None)
     if collected is not None:
@@ -170,6 +186,7 @@ def remote(
     args: Sequence[Any] | None = None,
     kwargs: dict[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
+    **misplaced: NoReturn,
 ) -> RRef[Any]:
     """Runs `func` on worker `to`, which keeps the result, and returns a reference to it at once.
 
@@ -179,11 +196,13 @@ def remote(
             no limit. By default the owner must have taken note of the call within
             `RpcOptions.rpc_timeout`, and the function may take as long as it needs.
     """
+    if type(args) is not tuple or kwargs is not None or misplaced or not callable(func):
+        args, kwargs = checked_call("remote", func, args, kwargs, misplaced)
     if timeout != UNSET_RPC_TIMEOUT:
         timeout = checked_timeout(timeout)
     worker = current.current()
     return worker.references.remote(
-        _id_of(worker, to), func, args or (), kwargs, None if timeout < 0 else timeout
+        _id_of(worker, to), func, args, kwargs, None if timeout < 0 else timeout
     )
 
 

@@ -8,11 +8,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from telegrad.errors import RpcTimeout, TelegradError, WorkerLost
+from telegrad.rpc.error_texts import timeout_text
 from telegrad.rpc.multiplex import PendingCall
 from telegrad.rpc.outcome import as_exception
 from telegrad.rpc.peer import Peer
 from telegrad.rpc.seams import NO_CONTEXT
 from telegrad.rpc.waiting import CallFuture
+from telegrad.wire.codec import References
 from telegrad.wire.frames import Frame
 
 if TYPE_CHECKING:
@@ -34,10 +36,12 @@ class AsyncCall(PendingCall):
     __slots__ = (
         "_agent",
         "_context",
+        "begun",
         "future",
         "is_of_program",
         "on_failure",
         "peer",
+        "references",
         "seconds",
         "to",
         "what",
@@ -48,8 +52,10 @@ class AsyncCall(PendingCall):
         self._context = context
         self.to = to
         self.what = what
+        self.begun: list[bool] = []  # has an item once the request has begun to leave
         self.is_of_program = False  # which should hear of a failure, if that is its own
         self.on_failure: Callable[[Exception], None] | None = None
+        self.references: References | None = None
         self.seconds = 0.0
         self.deadline = math.inf
         self.peer: Peer | None = None
@@ -106,8 +112,7 @@ class AsyncCall(PendingCall):
         else:
             self.settle_error(
                 RpcTimeout(
-                    f"RPC ran for more than set timeout ({self.seconds * 1000:.0f} ms) and will "
-                    f"now be marked with an error: {self.what()} on this worker itself",
+                    timeout_text("this worker itself", self.what(), self.seconds),
                     worker=self._agent.info.name,
                     seconds=self.seconds,
                 )

@@ -36,7 +36,7 @@ class Clock:
     def __init__(self, name: str, on_tick: Callable[[float], None]) -> None:
         self._on_tick = on_tick
         self._timers: list[tuple[float, int, _Timer]] = []
-        self._timers_lock = threading.Lock()
+        self._timers_lock = threading.RLock()  # a destructor or signal handler may come in between
         self._order = itertools.count()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"{name}-clock", daemon=True)
@@ -46,8 +46,9 @@ class Clock:
 
     def call_later(self, seconds: float, callback: Callable[[], None]) -> _Timer:
         timer = _Timer(callback)
+        item = (time.monotonic() + seconds, next(self._order), timer)
         with self._timers_lock:
-            heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._order), timer))
+            heapq.heappush(self._timers, item)
         return timer
 
     def stop(self) -> None:

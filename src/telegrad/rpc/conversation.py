@@ -15,6 +15,7 @@ receipt is read by another thread, so nothing that it carries is lost.
 
 from __future__ import annotations
 
+import io
 import os
 import select
 import struct
@@ -37,16 +38,17 @@ class Interruption:
     __slots__ = ("_descriptors", "_is_interrupted", "_lock", "_pollers")
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards what follows: a closed descriptor's number may be
-        self._descriptors: list[int] = []  # somebody else's; there is one at most
+        self._lock = threading.RLock()  # guards what follows: a closed descriptor's number may be
+        # Somebody else's; there is one at most. A file object closes it also if Ctrl-C loses it.
+        self._descriptors: list[io.FileIO] = []
         self._is_interrupted = False
         self._pollers: dict[int, select.poll] = {}  # a pass mostly waits on the same few lanes
 
     def interrupt(self) -> None:
         with self._lock:
             self._is_interrupted = True
-            for descriptor in self._descriptors:
-                os.eventfd_write(descriptor, 1)
+            for file in self._descriptors:
+                os.eventfd_write(file.fileno(), 1)
 
     def wait_for(self, descriptor: int) -> bool:
         """Waits until `descriptor` can be read or has ended; False if interrupted before."""
@@ -58,16 +60,18 @@ class Interruption:
                 if not self._descriptors:
                     # Made and noted in one step: Ctrl-C in between would lose it.
                     start, flags = int(self._is_interrupted), os.EFD_NONBLOCK | os.EFD_CLOEXEC
-                    self._descriptors.extend(map(os.eventfd, (start,), (flags,)))
-            poller.register(self._descriptors[0], select.POLLIN)
+                    descriptors = map(os.eventfd, (start,), (flags,))
+                    self._descriptors.extend(map(io.FileIO, descriptors))
+            poller.register(self._descriptors[0].fileno(), select.POLLIN)
         return any(ready == descriptor for ready, _ in poller.poll())
 
     def close(self) -> None:
         if not self._pollers:
             return  # nobody has waited
         with self._lock:
-            while self._descriptors:
-                os.close(self._descriptors.pop())
+            for file in self._descriptors:
+                file.close()
+            self._descriptors.clear()
 
 
 class Conversation:

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from telegrad.drop_in import torch_phrase
 from telegrad.errors import NotInitialized
 
 if TYPE_CHECKING:
@@ -24,11 +25,13 @@ __all__ = [
     "here",
     "is_set",
     "leave_to_parent",
+    "not_initialized",
     "refuse_if_forked",
     "set_current",
 ]
 
 _refusal: Callable[[], NotInitialized] | None = None  # if the worker is the parent process's
+_has_shut_down = False  # there was a worker here before
 
 
 class Here(threading.local):
@@ -50,7 +53,8 @@ def act_for(worker: Worker | None) -> None:
 
 
 def set_current(worker: Worker | None) -> None:
-    global _refusal
+    global _refusal, _has_shut_down
+    _has_shut_down = worker is None and (_has_shut_down or Here.worker is not None)
     Here.worker = worker
     if worker is not None:
         _refusal = None
@@ -92,9 +96,25 @@ def current() -> Worker:
     """
     worker = here.worker
     if worker is None:
-        refuse_if_forked()
-        raise NotInitialized(
-            "RPC has not been initialized. Call init_rpc first. (Current RPC agent is not set! "
-            "Did you initialize the RPC framework, e.g. by calling `rpc.init_rpc`?)"
-        )
+        raise not_initialized()
     return worker
+
+
+def not_initialized() -> NotInitialized:
+    """Says why this process has no worker."""
+    refuse_if_forked()
+    if _has_shut_down:
+        text = (
+            "this worker has shut down: calls are possible only while telegrad.workers(...) runs, "
+            "or between init_rpc and shutdown"
+        )
+    else:
+        text = (
+            "this process has not joined a group: call telegrad.workers(...), telegrad.join() or "
+            "rpc.init_rpc(name) first"
+        )
+    phrase = (
+        "RPC has not been initialized. Current RPC agent is not set! Did you initialize the RPC "
+        "framework, e.g. by calling `rpc.init_rpc`?"
+    )
+    return NotInitialized(text + torch_phrase(phrase))

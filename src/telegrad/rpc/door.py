@@ -15,8 +15,9 @@ from functools import partial
 from typing import NamedTuple
 
 from telegrad.errors import AuthenticationError, ProtocolError
+from telegrad.rpc.worker_info import WorkerInfo
 from telegrad.transport.base import Connection, ConnectionClosed, Listener
-from telegrad.transport.handshake import Identity, answer
+from telegrad.transport.handshake import Identity, Purpose, answer
 
 __all__ = ["Door"]
 
@@ -37,7 +38,8 @@ class _Stranger(NamedTuple):
 class Door:
     """
     Args:
-        name: this worker's, for what is logged.
+        info, incarnation: this worker's; nobody who looks for another one is let in.
+        key: what others must prove that they know.
         recognise: checks that an identity, proved already, belongs here; raises `ProtocolError`.
             Whoever it keeps waiting is no stranger any more.
         welcome: runs a connection that was let in, to its end.
@@ -46,14 +48,16 @@ class Door:
 
     def __init__(
         self,
-        name: str,
-        secret: bytes,
+        info: WorkerInfo,
+        incarnation: bytes,
+        key: bytes,
         recognise: Callable[[Identity], None],
         welcome: Callable[[Identity, Connection], None],
         spawn: Callable[[str, Callable[[], None]], None],
     ) -> None:
-        self._name = name
-        self._secret = secret
+        self._info = info
+        self._incarnation = incarnation
+        self._key = key
         self._recognise = recognise
         self._welcome = welcome
         self._spawn = spawn
@@ -92,7 +96,7 @@ class Door:
         """Says it once: whoever knocks a thousand times must not fill the disk."""
         if text not in self._complaints and len(self._complaints) < _MOST_COMPLAINTS:
             self._complaints.add(text)
-            _log.warning("%s: %s (said once)", self._name, text)
+            _log.warning("%s: %s (said once)", self._info.name, text)
 
     def _accept(self, listener: Listener) -> None:
         while True:
@@ -149,9 +153,11 @@ class Door:
         try:
             try:
                 # Ends in an identity or, at the latest, when the clock dismisses it.
-                identity = answer(connection, self._secret)
+                identity = answer(connection, self._key, self._info.id, self._incarnation)
             finally:
                 self._forget(stranger)
+            if identity.purpose is Purpose.PROBE:
+                return None  # it knows now that this worker is alive
             self._recognise(identity)
             return identity
         except (AuthenticationError, ProtocolError) as error:

@@ -8,7 +8,24 @@ from __future__ import annotations
 
 import traceback
 
-__all__ = ["text_of", "traceback_of", "type_name_of"]
+from telegrad.drop_in import torch_phrase
+
+__all__ = ["text_of", "timeout_text", "traceback_of", "type_name_of"]
+
+
+def timeout_text(worker: str, what: str, seconds: float, *, was_sent: bool = True) -> str:
+    """What an `RpcTimeout` says.
+
+    Args:
+        what: was asked of the worker: "the call of module.function".
+        was_sent: whether the worker may have begun with it.
+    """
+    if was_sent:
+        text = f"{worker} did not answer {what} within {seconds:g} s; it may still be running there"
+    else:
+        text = f"{what} could not be sent to {worker} within {seconds:g} s"
+    phrase = f"RPC ran for more than set timeout ({seconds * 1000:.0f} ms)"
+    return f"{text} (timeout=, or RpcOptions.rpc_timeout, sets the limit)" + torch_phrase(phrase)
 
 
 def type_name_of(error: BaseException) -> str:

@@ -9,10 +9,14 @@ from typing import Any, TypeVar
 import torch
 from torch.futures import Future
 
-from telegrad.errors import TelegradError
+from telegrad.errors import NotAllowed, TelegradError
+from telegrad.ids import RRefId
 from telegrad.rpc.outcome import describe_function
+from telegrad.rpc.rref_lookup import current_table
+from telegrad.rpc.rref_records import OwnerEntry
+from telegrad.wire.allowed import AllowList
 
-__all__ = ["async_execution", "checked_future"]
+__all__ = ["async_execution", "checked_future", "guarded"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -63,3 +67,40 @@ def checked_future(func: Callable[..., Any], value: Any) -> Future[Any]:
         f"but {describe_function(func)}, decorated with @rpc.functions.async_execution, returned "
         f"a {type(value).__name__}"
     )
+
+
+def guarded(func: Callable[..., Any], allowed: AllowList) -> Callable[..., Any]:
+    """A function of telegrad's own that runs a method of a remote value, with a check of that
+    method; any other function as it is."""
+    if func.__module__ == "telegrad.nn.remote_module" and func.__name__ == "_forward":
+
+        @functools.wraps(func)
+        def forward(module_rref: Any, *args: Any) -> Any:
+            module = module_rref.local_value()
+            allowed.check_method(type(module), "forward")
+            return func(_Checked(module), *args)
+
+        return forward
+    if func.__module__ == "telegrad.rpc.rref_proxy" and func.__name__.startswith("call_owned"):
+
+        @functools.wraps(func)
+        def call(owned: Any, name: str, args: Any, kwargs: Any) -> Any:
+            entry = current_table().entry(owned) if isinstance(owned, RRefId) else owned
+            if not isinstance(entry, OwnerEntry):  # which no message can hold, and never changes
+                raise NotAllowed(f"methods of {owned!r} may not be run here: it is no remote value")
+            allowed.check_method(type(entry.wait()), name)
+            return func(entry, name, args, kwargs)
+
+        return call
+    return func
+
+
+class _Checked:
+    """A value that was checked, in the place of what has named it and might name another one next
+    time."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def local_value(self) -> Any:
+        return self._value

@@ -52,7 +52,7 @@ class _Gathering:
 class Gatherings:
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        self._lock = threading.Lock()  # guards the tables below
+        self._lock = threading.RLock()  # guards the tables below
         self._open: dict[_Key, _Gathering] = {}
         self._counts: collections.Counter[tuple[int, ...]] = collections.Counter()
         self._lost: set[int] = set()

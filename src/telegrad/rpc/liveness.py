@@ -63,6 +63,9 @@ class Ended:
     """A connection broke, the worker said goodbye, or another one has taken its place."""
 
     reason: str
+    is_break: bool = False
+    """Its connection broke. If nothing had come for a while, that says no more than the silence:
+    the network gives a connection up about when the heartbeat does."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,8 @@ class DeclareLost:
     """End what waits for it, and tell whoever watches."""
 
     reason: str
+    by_silence: bool = False
+    """Whether only its silence speaks for it: the worker may still live."""
 
 
 Event = Connected | Heard | TimePassed | Ended
@@ -101,9 +106,19 @@ class Liveness:
         """Why it is lost; empty if it is not."""
         return self._reason
 
+    def is_quiet(self, now: float) -> bool:
+        """Whether nothing has come for half of the time that means a loss."""
+        return self.state is State.PRESENT and now - self._heard_at > self._timeout / 2
+
     def handle(self, event: Event, now: float) -> list[Effect]:
         if isinstance(event, Ended):
-            return [] if self.state is State.LOST else self._lose(event.reason)
+            if self.state is State.LOST:
+                return []
+            silence = min(now, self._looked_at + self._interval) - self._heard_at
+            if event.is_break and self.state is State.PRESENT and silence > self._timeout / 2:
+                reason = f"{event.reason}, after {silence:.1f} seconds without a sign of life"
+                return self._lose(reason, by_silence=True)
+            return self._lose(event.reason)
         if isinstance(event, Connected):
             self.state = State.PRESENT
             self._reason = ""
@@ -123,13 +138,14 @@ class Liveness:
             self._heard_at = min(now, self._heard_at + gap)
         silence = now - self._heard_at
         if silence > self._timeout:
-            return self._lose(f"no sign of life for {silence:.1f} seconds")
+            reason = f"no sign of life for {silence:.1f} seconds"
+            return self._lose(reason, by_silence=True)
         if now - self._pinged_at < self._interval:
             return []
         self._pinged_at = now
         return [SendPing()]
 
-    def _lose(self, reason: str) -> list[Effect]:
+    def _lose(self, reason: str, *, by_silence: bool = False) -> list[Effect]:
         self.state = State.LOST
         self._reason = reason
-        return [DeclareLost(reason)]
+        return [DeclareLost(reason, by_silence)]

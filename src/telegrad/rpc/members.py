@@ -36,7 +36,7 @@ class Members:
         self._records: dict[int, Record] = {}
         self._ids: dict[str, int] = {info.name: info.id}
         self._former_names: dict[int, str] = {}  # of those who have left
-        self._lock = threading.Lock()  # guards changes of the tables above
+        self._lock = threading.RLock()  # guards changes of the tables above
 
     def introduce(self, record: Record) -> None:
         """A worker is (again) part of the group; a new incarnation replaces the old one."""

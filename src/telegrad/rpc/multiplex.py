@@ -10,17 +10,26 @@ replies because both sockets are full.
 
 A call that fails because its time is over or its worker is lost is settled on a thread of the pool:
 its callbacks must neither stop the clock nor wait here for another call that has yet to fail.
+
+Whoever sends does not wait for the socket: what does not fit at once is left to a thread that
+writes the rest. So Ctrl-C never tears a message in two, a call's deadline also ends the wait for a
+peer that does not read, and signs of life never block. A destructor or a signal handler may run
+while its thread is sending here, and send something itself: that is left to the send it interrupts.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from telegrad.errors import ProtocolError
+from telegrad.locks import is_held_here
 from telegrad.transport.base import Connection, ConnectionClosed, TransportTimeout
 from telegrad.wire.frames import Frame, Kind
 
@@ -77,15 +86,24 @@ class Multiplex:
         self._on_closed = on_closed
         self._on_thread_start = on_thread_start
         self._defer = defer
-        self._send_lock = threading.Lock()  # one message at a time leaves; nothing else
+        # Guards the sending side of the connection, and the two below.
+        self._send_lock = threading.RLock()
+        self._left: collections.deque[tuple[Any, ...]] = collections.deque()  # by destructors
+        self._rest_is_sent: threading.Event | None = None  # while a thread sends the rest
+        self.senders: set[int] = set()
+        """Threads that wait until there is room in the socket."""
         self._pending: dict[int, PendingCall] = {}
         self._next_deadline = float("inf")
-        self._deadline_lock = threading.Lock()  # guards changes of the one above
-        self._reader_lock = threading.Lock()  # guards the three below: who reads, and since when
+        self._deadline_lock = threading.RLock()  # guards changes of the one above
+        self._reader_lock = threading.RLock()  # guards the three below: who reads, and since when
         self._reader: threading.Thread | None = None
         self._readers: set[threading.Thread] = set()
         self._busy_since = 0.0  # when the reader began a completion; 0 while it reads
         self._is_closed = False
+        self.is_opener = False
+        """Whether this end has opened the connection."""
+        self.is_second = False
+        """Whether the other end has opened it as a `SECOND_MULTIPLEX`."""
         self._reads_seen = 0
         self.heard_at = time.monotonic()
 
@@ -97,6 +115,7 @@ class Multiplex:
         Raises:
             ConnectionClosed: there is no thread to read it; it is closed then.
         """
+        self.is_opener = is_opener
         try:
             self._start_reader()
         except RuntimeError as error:
@@ -122,31 +141,120 @@ class Multiplex:
         message_id: int = -1,
         body: Sequence[bytes | memoryview] = (),
         buffers: Sequence[memoryview] = (),
+        *,
+        until: float = math.inf,
+        begun: list[bool] | None = None,
     ) -> None:
-        with self._send_lock:
-            self._connection.send(kind, flags, call_id, context_id, message_id, body, buffers)
+        """Sends a message; returns when it is sent, so that its memory may change afterwards, or at
+        `until`, when it is on its way.
+
+        Args:
+            until: a time of `time.monotonic`.
+            begun: gets an item when the message begins to leave. So whoever is interrupted, by
+                Ctrl-C say, knows whether it does.
+
+        Raises:
+            TransportTimeout: nothing of it has left by `until`.
+            ConnectionClosed: the connection has ended.
+        """
+        message = (kind, flags, call_id, context_id, message_id, body, buffers)
+        if is_held_here(self._send_lock):
+            copies = [memoryview(bytes(buffer)) for buffer in buffers]
+            self._left.append((*message[:5], [b"".join(body)], copies))
+            return
+        while True:
+            with self._send_lock:  # nobody waits for the socket in here
+                sending = self._rest_is_sent
+                if sending is None:
+                    self._send_now(message, begun)
+                    sending = self._rest_is_sent
+                    break
+            if not self._wait_for(sending, until):
+                raise TransportTimeout
+        if self._left:
+            self._send_left()
+        if sending is not None:
+            self._wait_for(sending, until)
+
+    def _wait_for(self, sending: threading.Event, until: float) -> bool:
+        """Ends when there is room in the socket, by the connection's end, or at `until`."""
+        self.senders.add(threading.get_ident())
+        try:
+            return sending.wait(_seconds_until(until))
+        finally:
+            self.senders.discard(threading.get_ident())
+
+    def _send_now(self, message: tuple[Any, ...], begun: list[bool] | None = None) -> None:
+        """To be called with the lock held, while no rest is being sent."""
+        connection = self._connection
+        before = connection.messages_begun
+        try:
+            connection.send_without_waiting(*message)
+        finally:
+            if begun is not None and connection.messages_begun != before:
+                begun.append(True)
+            if connection.has_rest:
+                self._start_sending_rest()
+
+    def _start_sending_rest(self) -> None:
+        done = threading.Event()
+        self._rest_is_sent = done
+        try:
+            threading.Thread(
+                target=self._send_rest, args=(done,), name=f"{self._name}-writer", daemon=True
+            ).start()
+        except RuntimeError:  # no thread to be had: then this one waits for the socket
+            self._send_rest(done)
+
+    def _send_rest(self, done: threading.Event) -> None:
+        try:
+            self._connection.send_rest()  # ends when it is sent, or by the connection's end
+        except (ConnectionClosed, TransportTimeout):
+            pass  # the reader sees the end as well, and tells
+        finally:
+            with self._send_lock:
+                self._rest_is_sent = None
+            done.set()
+        if self._left:
+            self._send_left()
+
+    def _send_left(self) -> None:
+        """Sends what destructors and signal handlers have left, unless somebody else will."""
+        while self._left and not is_held_here(self._send_lock):
+            with self._send_lock:
+                if self._rest_is_sent is not None:
+                    return  # its thread does so when it is done
+                try:
+                    while self._left and self._rest_is_sent is None:
+                        self._send_now(self._left.popleft())
+                except IndexError:
+                    return  # a signal handler was faster
+                except ConnectionClosed:
+                    self._left.clear()  # those who wait for an answer hear of the end
+                    return
 
     def send_if_free(self, kind: Kind) -> None:
-        """Sends a sign of life, unless something else is just being sent: that is one as well. So
-        however long a large message takes, no more than one thread waits here."""
-        if self._send_lock.acquire(blocking=False):
-            try:
-                self._connection.send(kind)
-            finally:
+        """Sends a sign of life, unless something else is just being sent: that is one as well. Does
+        not wait."""
+        if is_held_here(self._send_lock):
+            return
+        is_held: list[bool] = []
+        try:
+            # Noted in the step that takes it: Ctrl-C between two would keep it for good.
+            is_held.extend(map(self._send_lock.acquire, (False,)))
+            if is_held[0] and self._rest_is_sent is None:
+                self._send_now((kind,))
+        finally:
+            if is_held and is_held[0]:
                 self._send_lock.release()
 
     def say_goodbye(self, seconds: float) -> None:
         """Tells the other end that this one leaves, if it takes that within `seconds`: it may have
         stopped in the middle of a large message, and nobody watches it any more."""
-        if not self._send_lock.acquire(timeout=seconds):
-            return
         try:
-            self._connection.set_timeout(seconds)
-            self._connection.send(Kind.GOODBYE)
+            self.send(Kind.GOODBYE, until=time.monotonic() + seconds)
         except (ConnectionClosed, TransportTimeout, OSError):
             pass  # it is gone already, or does not listen
-        finally:
-            self._send_lock.release()
 
     def expect(self, call_id: int, call: PendingCall) -> None:
         """Registers a call before its request is sent."""
@@ -168,6 +276,15 @@ class Multiplex:
     def is_closed(self) -> bool:
         return self._is_closed
 
+    @property
+    def reads(self) -> int:
+        """Grows whenever something has come."""
+        return self._connection.reads
+
+    @property
+    def peer_process(self) -> int:
+        return self._connection.peer_process
+
     def tick(self, now: float) -> None:
         """Expires calls whose time is over, and replaces a reader that is stuck."""
         if self._connection.reads != self._reads_seen:
@@ -175,12 +292,22 @@ class Multiplex:
             self.heard_at = now
         if self._next_deadline <= now:
             self._expire(now)
+        if self._left:
+            self._defer(self._send_left)
+        if self._connection.has_rest:
+            self._look_after_rest()
         busy = self._busy_since
         if busy and now - busy > _STUCK_AFTER and not self._is_closed:
             try:
                 self._start_reader(instead_of_one_busy_since=busy)
             except RuntimeError:
                 pass  # no thread to be had: the next tick tries again
+
+    def _look_after_rest(self) -> None:
+        """Ctrl-C may have come just before a thread was started for it."""
+        with self._send_lock:
+            if self._connection.has_rest and self._rest_is_sent is None:
+                self._start_sending_rest()
 
     def _expire(self, now: float) -> None:
         self._next_deadline = float("inf")  # calls added from now on lower it themselves
@@ -275,3 +402,8 @@ class Multiplex:
             except KeyError:
                 break  # another thread settled the last one
             self._defer(partial(call.fail, reason))
+
+
+def _seconds_until(until: float) -> float:
+    """For `acquire` and `wait`, which take no infinity."""
+    return min(max(0.0, until - time.monotonic()), threading.TIMEOUT_MAX)

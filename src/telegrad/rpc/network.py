@@ -17,6 +17,7 @@ from functools import partial
 from telegrad.errors import AuthenticationError, ProtocolError, TelegradError, WorkerLost
 from telegrad.rpc.clock import Clock
 from telegrad.rpc.door import Door
+from telegrad.rpc.liveness import DeclareLost
 from telegrad.rpc.members import Members, has_left
 from telegrad.rpc.multiplex import Multiplex
 from telegrad.rpc.options import RpcOptions
@@ -24,14 +25,14 @@ from telegrad.rpc.peer import Peer
 from telegrad.rpc.quick_functions import QuickFunctions
 from telegrad.rpc.reception import Reception
 from telegrad.rpc.rendezvous import Directory, Record, address_towards, host_identity
-from telegrad.rpc.work_pool import WorkPool
+from telegrad.rpc.work_pool import CallPools, WorkPool
 from telegrad.rpc.worker_info import WorkerInfo
 from telegrad.transport import shm
 from telegrad.transport.base import Connection, ConnectionClosed, Transport, TransportTimeout
 from telegrad.transport.handshake import Identity, Purpose, introduce
 from telegrad.transport.inproc import InprocTransport
 from telegrad.transport.sockets import TcpTransport, UnixTransport
-from telegrad.wire.frames import Frame, Kind
+from telegrad.wire.frames import Flags, Frame, Kind
 from telegrad.wire.memory import BufferPool
 
 __all__ = ["Network", "Send"]
@@ -47,7 +48,10 @@ Send = Callable[..., None]
 
 Serve = Callable[[int, Frame, Send], None]
 
+_OWN_THREADS = 4  # for messages other than calls
+_MOST_THREADS = 64  # for calls of one depth that block, or four times the usual number
 _TRIM_SECONDS = 1.0
+_HAS_LEFT = "it has shut down"
 _GOODBYE_SECONDS = 1.0  # for peers that do not take it at once; for all of them together
 
 
@@ -65,7 +69,7 @@ class Network:
         self,
         info: WorkerInfo,
         incarnation: bytes,
-        secret: bytes,
+        key: bytes,
         options: RpcOptions,
         directory: Directory,
         serve: Serve,
@@ -76,7 +80,7 @@ class Network:
     ) -> None:
         self.info = info
         self.incarnation = incarnation
-        self._secret = secret
+        self._key = key
         self._options = options
         self._directory = directory
         self._serve = serve
@@ -86,16 +90,21 @@ class Network:
         self._host = host_identity()
         self._memory_pool = BufferPool()
         self.clock = Clock(info.name, self._tick)
-        self.work = WorkPool(info.name, options.num_worker_threads, on_thread_start)
+        self.work = WorkPool(info.name, _OWN_THREADS, on_thread_start)
+        threads = options.num_worker_threads
+        most = max(_MOST_THREADS, 4 * threads)
+        self.calls = CallPools(info.name, threads, on_thread_start, most)
         self._reception = Reception(
             serve, name_of, has_called, options.busy_wait, partial(self._spawn, "host")
         )
         self.members = Members(info, directory, self._new_peer)
         self._loss_watchers: list[Callable[[int, str], None]] = []
-        self._door = Door(info.name, secret, self._recognise, self._welcome, self._spawn)
+        self.given_up: dict[int, str] = {}
+        """Workers that were lost by their silence, ever, and how long it was."""
+        self._door = Door(info, incarnation, key, self._recognise, self._welcome, self._spawn)
         self._transports: dict[str, Transport] = {}
         self._threads: set[threading.Thread] = set()
-        self._threads_lock = threading.Lock()  # guards the set above
+        self._threads_lock = threading.RLock()  # guards the set above
         self._trimmed_at = 0.0
         self._knows_group = threading.Event()  # or is closing
         self._is_closing = False
@@ -107,7 +116,6 @@ class Network:
         """Opens the listeners and returns this worker's record."""
         options = self._options
         limits = options.limits
-        tls = options.tls
         if options.transport == "inproc":
             self._transports["inproc"] = InprocTransport()
         if options.transport in ("auto", "unix"):
@@ -118,13 +126,16 @@ class Network:
             host = options.host
             if host is None:
                 host = "127.0.0.1" if all_local else address_towards(options.init_method)
-            self._transports["tls" if tls else "tcp"] = TcpTransport(
+            scheme, server_tls, client_tls = options.tcp_security()
+            self._transports[scheme] = TcpTransport(
                 self._memory_pool,
                 limits,
+                scheme=scheme,
                 host=host,
-                server_tls=tls.server_context() if tls else None,
-                client_tls=tls.client_context() if tls else None,
+                server_tls=server_tls,
+                client_tls=client_tls,
                 busy_wait=options.busy_wait,
+                heartbeat=(options.heartbeat_interval, options.heartbeat_timeout),
             )
         if options.wrap_transport is not None:
             for scheme, transport in self._transports.items():
@@ -141,6 +152,7 @@ class Network:
 
     def start(self) -> None:
         self.work.start()
+        self.calls.start()
         self._door.open()
         self.clock.start()
 
@@ -187,6 +199,7 @@ class Network:
                 worker=peer.info.name,
                 reason="this worker is shutting down",
             )
+        peer.begun.wait_until_told()
         address = self._address_of(peer)
         scheme = address.partition(":")[0]
         timeout = self._options.connect_timeout
@@ -201,7 +214,7 @@ class Network:
             peer.watch(connection)
             introduce(
                 connection,
-                self._secret,
+                self._key,
                 Identity(self.info.id, peer.info.id, purpose, self.incarnation, peer.incarnation),
             )
             connection.set_timeout(None)
@@ -244,15 +257,37 @@ class Network:
         return self._address_of(self.members.peer(worker_id))
 
     def answers(self, record: Record) -> bool:
-        """Whether a worker is alive at the addresses of a record."""
+        """Whether the worker of a record is alive: it proves it at one of its addresses.
+
+        A Unix socket with its name is enough. The name is random, and the system gives it up when
+        the process ends. A TCP port may be another program's by now.
+        """
+        identity = Identity(
+            self.info.id,
+            record.id,
+            Purpose.PROBE,
+            self.incarnation,
+            bytes.fromhex(record.incarnation),
+        )
+        timeout = self._options.connect_timeout
         for address in record.addresses:
             scheme = address.partition(":")[0]
             if scheme not in self._transports or (scheme == "unix" and record.host != self._host):
                 continue
             try:
-                self._transports[scheme].connect(address, 1.0).close()
+                connection = self._transports[scheme].connect(address, timeout)
             except ConnectionClosed:
                 continue
+            try:
+                connection.set_timeout(timeout, time.monotonic() + timeout)
+                if scheme == "unix":
+                    connection.channel_binding()
+                else:
+                    introduce(connection, self._key, identity)
+            except _FAILURES_TO_CONNECT:
+                continue
+            finally:
+                connection.close()
             return True
         return False
 
@@ -264,12 +299,15 @@ class Network:
         if peer is None:
             connection.close()
             return
+        if identity.purpose is Purpose.MULTIPLEX:
+            peer.reopened()
         peer.add(connection)
         if self._is_closing:
             connection.interrupt()  # too late: nobody else would end it any more
-        if identity.purpose is Purpose.MULTIPLEX:
+        if identity.purpose in (Purpose.MULTIPLEX, Purpose.SECOND_MULTIPLEX):
+            is_second = identity.purpose is Purpose.SECOND_MULTIPLEX
             try:
-                peer.adopt(self._new_multiplex(peer, connection))
+                peer.adopt(self._new_multiplex(peer, connection), is_second=is_second)
             except ConnectionClosed as error:
                 peer.remove(connection)
                 self._door.complain(f"a connection could not be served: {error}")
@@ -278,8 +316,6 @@ class Network:
 
     def _recognise(self, identity: Identity) -> None:
         self._knows_group.wait()  # ends when the group is known, or with `close`
-        if identity.target_id != self.info.id or identity.target_incarnation != self.incarnation:
-            raise ProtocolError("it looks for another worker")
         peer = self.members.known_peer(identity.worker_id)
         if peer is None or peer.incarnation != identity.incarnation:
             record = self._directory.record_of(identity.worker_id)
@@ -289,7 +325,7 @@ class Network:
 
     def _serve_lane(self, peer: Peer, lane: Connection) -> None:
         try:
-            self._reception.serve_lane(peer.info.id, lane)
+            self._reception.serve_lane(peer.info.id, lane, peer.begun)
         except (ConnectionClosed, TransportTimeout):
             pass  # the caller gave up on it, left or died; the multiplex knows which
         except ProtocolError as error:
@@ -310,9 +346,9 @@ class Network:
 
     def _on_request(self, peer: Peer, multiplex: Multiplex, frame: Frame) -> None:
         if frame.kind is Kind.GOODBYE:
-            peer.lose("it has shut down")
+            peer.lose(_HAS_LEFT)
         elif frame.kind is Kind.PING:
-            self.work.submit(partial(_pong, multiplex))
+            _pong(multiplex)  # at once: what waits in the pool may take longer than the heartbeat
         elif frame.kind is Kind.DECLINED:
             peer.declined(frame.body)
         else:
@@ -320,10 +356,15 @@ class Network:
             run = partial(self._serve_timed, name, peer.info.id, frame, multiplex)
             if self._quick.is_quick(name):
                 run()
+            elif frame.kind is Kind.CALL or frame.kind is Kind.REMOTE:
+                self.calls.submit(frame.flags // Flags.DEPTH_ONE, run)
             else:
                 self.work.submit(run)
 
     def _serve_timed(self, name: bytes, source: int, frame: Frame, multiplex: Multiplex) -> None:
+        peer = self.members.known_peer(source)
+        if peer is not None and peer.begun.loss_told is not None:
+            peer.begun.wait_until_told()
         begun = time.perf_counter()
         try:
             self._serve(source, frame, multiplex.send)
@@ -341,24 +382,46 @@ class Network:
     def watch_losses(self, callback: Callable[[int, str], None]) -> None:
         self._loss_watchers.append(callback)
 
-    def _lost(self, peer: Peer, reason: str) -> None:
+    def _lost(self, peer: Peer, loss: DeclareLost) -> None:
         if self._is_closing:
             return
-        _log.info("worker %s is lost: %s", peer.info.name, reason)
+        reason = loss.reason
+        if reason == _HAS_LEFT:
+            _log.info("worker %s has shut down", peer.info.name)
+        else:
+            _log.info("worker %s is lost: %s", peer.info.name, reason)
+        if loss.by_silence:
+            self.given_up[peer.info.id] = reason
         if peer.memory is not None:
             peer.memory.close()
             peer.memory = shm.SharedMemory()
+        worker, untold = peer.info.id, list(self._loss_watchers)
+        told = threading.Event()
+        for one in (peer, self.members.known_peer(worker)):  # another may have taken its place
+            if one is not None and untold:
+                one.begun.loss_told = told
+
+        def tell(watcher: Callable[[int, str], None]) -> None:
+            try:
+                watcher(worker, reason)
+            finally:
+                untold.remove(watcher)
+                if not untold:
+                    told.set()
+
         for watcher in self._loss_watchers:
-            self.work.submit(partial(watcher, peer.info.id, reason))
+            self.work.submit(partial(tell, watcher))
 
     def _tick(self, now: float) -> None:
-        self.work.tick()
+        senders = sum(peer.waiting_senders for peer in self.members.peers())
+        self.work.tick(senders)
+        self.calls.tick(senders)
         self._reception.tick(now)
         self._door.tick(now)
         trims = now - self._trimmed_at > _TRIM_SECONDS
         for peer in self.members.peers():
             if peer.tick(now):
-                self.work.submit(peer.ping)
+                peer.ping()
             if trims and peer.trim(now):
                 self.work.submit(peer.decline)
         if trims:
@@ -382,6 +445,7 @@ class Network:
         for it."""
         self.clock.stop()
         self.work.fall_silent(timeout=1.0)  # they are idle
+        self.calls.fall_silent(timeout=1.0)
 
     def close(self, *, patience: float) -> None:
         """Ends everything: listeners, connections, threads. Every wait on them ends by it.
@@ -400,9 +464,11 @@ class Network:
             peer.close(goodbye_until=goodbye_until)
         self._reception.close()
         deadline = time.monotonic() + patience
-        self.work.drain(timeout=patience)
+        self.calls.drain(timeout=patience)
+        self.work.drain(timeout=max(0.0, deadline - time.monotonic()))
         for peer in peers:
             peer.join()
+        self.calls.close(timeout=max(0.0, deadline - time.monotonic()))
         self.work.close(timeout=max(0.0, deadline - time.monotonic()))
         with self._threads_lock:
             threads = set(self._threads)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import os
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
 from telegrad.transport.base import Transport
 from telegrad.transport.patience import DEFAULT_WINDOW
+from telegrad.transport.tls import anonymous_contexts, restrict
+from telegrad.wire.allowed import AllowList
 from telegrad.wire.frames import Limits
 
 __all__ = [
@@ -84,7 +86,7 @@ class TlsOptions:
             OSError: a file cannot be read.
             ValueError: it does not hold what it should.
         """
-        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        restrict(context)
         for name in ("certificate", "key", "authority"):
             _check_readable(name, getattr(self, name))
         try:
@@ -116,6 +118,30 @@ def _check_readable(name: str, path: str) -> None:
         raise type(error)(error.errno, text, path) from None
 
 
+_KINDS: dict[str, Any] = {
+    "init_method": str,
+    "num_worker_threads": int,
+    "secret": str | bytes | None,
+    "host": str | None,
+    "shared_memory": bool,
+    "busy_wait": Real,
+    "heartbeat_interval": Real,
+    "heartbeat_timeout": Real,
+    "connect_timeout": Real,
+    "limits": Limits,
+}
+_KIND_NAMES = {
+    "num_worker_threads": "whole number",
+    "secret": "string or bytes",
+    "host": "string",
+    "init_method": "string",
+    **dict.fromkeys(
+        ("busy_wait", "heartbeat_interval", "heartbeat_timeout", "connect_timeout"),
+        "number of seconds",
+    ),
+}
+
+
 @dataclass(kw_only=True)
 class RpcOptions:
     """Options of `init_rpc`. Every one has a default that suits a program on one machine.
@@ -125,15 +151,19 @@ class RpcOptions:
             and so is anything above 2 million, and infinity. It is also how long `init_rpc` waits
             for the meeting place, and there for each worker.
         init_method: where the workers meet: `env://`, `tcp://host:port` or `file:///path`.
-        num_worker_threads: threads that run asynchronous calls; more are started when all of them
-            are blocked.
-        secret: what workers prove to each other. By default it is `TELEGRAD_SECRET` of the
-            environment, or else made when the workers meet and told through their store: then
-            whoever can reach the store is let in.
+        num_worker_threads: threads that run asynchronous calls. If all of them are blocked, more
+            are started: up to 64, or four times the number if that is more. Further calls wait.
+            Calls that are nested in others have as many threads again at each depth.
+        secret: what workers prove to each other, and what connections over TCP are encrypted
+            with. The default is `TELEGRAD_SECRET` of the environment. A group on one machine, or
+            with a `file://` store, needs none: it uses one from a private file of the user.
+        encrypt: whether connections over TCP are encrypted. Without it, workers still prove the
+            secret when they connect, but whoever can reach the packets can read and change what
+            follows, and so run code on the workers. Must be the same for all workers.
         transport: `auto` takes Unix sockets between processes of one host and TCP otherwise;
             `unix`, `tcp` and `inproc` take just that.
-        tls: certificates; with them, workers of other hosts (or all, with `transport="tcp"`) speak
-            TLS.
+        tls: certificates, which connections over TCP then show and check. They also stand in for
+            a secret.
         host: the address to listen at for other hosts. By default loopback if all workers are
             on this host, or else the address from which the meeting place is reached.
         shared_memory: whether large tensors go through shared memory on one host.
@@ -146,6 +176,10 @@ class RpcOptions:
         heartbeat_timeout: seconds of silence after which a peer counts as lost.
         connect_timeout: seconds to reach a peer and shake hands.
         limits: the largest message accepted.
+        allow: what other workers may run here, and what their messages may build: functions,
+            classes, modules, and prefixes of dotted names. Everything else is refused with
+            `NotAllowed`. By default there is no such limit. See "An allow-list" in the security
+            guide.
         wrap_transport: puts something between the agent and the network: an instrument, such as
             `telegrad.observe.Traffic`, or the faults of `telegrad.testing.faults`.
     """
@@ -154,6 +188,7 @@ class RpcOptions:
     init_method: str = "env://"
     num_worker_threads: int = 16
     secret: str | bytes | None = field(default=None, repr=False)
+    encrypt: bool = True
     transport: str = "auto"
     tls: TlsOptions | None = None
     host: str | None = None
@@ -163,10 +198,23 @@ class RpcOptions:
     heartbeat_timeout: float = 30.0
     connect_timeout: float = 10.0
     limits: Limits = field(default_factory=Limits)
+    allow: Collection[Any] | None = None
     wrap_transport: Callable[[Transport], Transport] | None = None
 
     def __post_init__(self) -> None:
         self.rpc_timeout = checked_timeout(self.rpc_timeout, "rpc_timeout")
+        for name, kind in _KINDS.items():
+            value = getattr(self, name)
+            is_odd_bool = isinstance(value, bool) and kind is not bool
+            if is_odd_bool or not isinstance(value, kind):
+                wanted = _KIND_NAMES.get(name) or getattr(kind, "__name__", str(kind))
+                raise TypeError(f"{name} must be a {wanted}, got {value!r}")
+        if self.wrap_transport is not None and not callable(self.wrap_transport):
+            raise TypeError(f"wrap_transport must be a function, got {self.wrap_transport!r}")
+        if not self.busy_wait >= 0:
+            raise ValueError(f"busy_wait must be 0 or more seconds, got {self.busy_wait}")
+        if not self.connect_timeout > 0:
+            raise ValueError(f"connect_timeout must be positive, got {self.connect_timeout}")
         if self.num_worker_threads < 1:
             raise ValueError(f"num_worker_threads must be positive, got {self.num_worker_threads}")
         if self.transport not in ("auto", "unix", "tcp", "inproc"):
@@ -175,11 +223,23 @@ class RpcOptions:
             )
         if not isinstance(self.tls, TlsOptions | None):
             raise TypeError(f"tls must be a TlsOptions, got {self.tls!r}")
+        if self.tls is not None and not self.encrypt:
+            raise ValueError("certificates (tls) need encryption: leave out encrypt=False, or tls")
         if not 0 < self.heartbeat_interval < self.heartbeat_timeout:
             raise ValueError(
                 "heartbeat_interval must be positive and below heartbeat_timeout, got "
                 f"{self.heartbeat_interval} and {self.heartbeat_timeout}"
             )
+
+        self.allow_list()
+
+    def allow_list(self) -> AllowList | None:
+        """What is allowed.
+
+        Raises:
+            TypeError, ValueError: `allow` is invalid.
+        """
+        return None if self.allow is None else AllowList(self.allow)
 
     def configured_secret(self) -> bytes | None:
         """The secret that was given to this process, if one was."""
@@ -189,3 +249,13 @@ class RpcOptions:
         if not secret:
             raise ValueError("the cluster's secret must not be empty")
         return secret.encode() if isinstance(secret, str) else secret
+
+    def tcp_security(self) -> tuple[str, ssl.SSLContext | None, ssl.SSLContext | None]:
+        """How addresses over TCP begin, and the contexts of their sessions. Workers with different
+        settings have different addresses, so they tell that they do not fit, and no address from
+        the store makes a worker speak without encryption."""
+        if self.tls is not None:
+            return "tls", self.tls.server_context(), self.tls.client_context()
+        if self.encrypt:
+            return "tcp", *anonymous_contexts()
+        return "plain", None, None

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from telegrad.errors import RemoteError, SerializationError, TelegradError
+from telegrad.errors import NotAllowed, RemoteError, SerializationError, TelegradError
 from telegrad.rpc.error_texts import text_of, traceback_of, type_name_of
 from telegrad.rpc.kept_errors import take_origin
 from telegrad.rpc.worker_info import WorkerInfo
@@ -78,8 +78,11 @@ def _packed(codec: Codec, error: BaseException, worker: WorkerInfo) -> Encoded:
 
 def rebuild_failure(codec: Codec, failure: Failure) -> BaseException:
     """The exception to raise at the caller."""
+    hint = ""
+    if failure.type_name == "SystemExit":
+        hint = " (sys.exit in a called function does not end the worker)"
     remote = RemoteError(
-        f"on worker {failure.worker!r}: {failure.type_name}: {failure.text}\n\n"
+        f"on worker {failure.worker!r}: {failure.type_name}: {failure.text}{hint}\n\n"
         f"Original exception on remote side was:\n{failure.traceback}",
         worker=failure.worker,
         traceback=failure.traceback,
@@ -88,10 +91,12 @@ def rebuild_failure(codec: Codec, failure: Failure) -> BaseException:
         return remote
     try:
         error = codec.decode(failure.packed, [])
-    except SerializationError:
+    except (SerializationError, NotAllowed):
         return remote
     if not isinstance(error, Exception):
         return remote  # a SystemExit there must not end this process
+    if isinstance(error, SerializationError):  # of the arguments or the result, over there
+        error.args = (f"on worker {failure.worker!r}: {error}",)
     error.__cause__ = remote
     return error
 
@@ -113,6 +118,8 @@ _PURPOSES = (  # by how the kind's name begins
     ("RREF_", "the bookkeeping of references"),
     ("GRADIENTS", "a backward pass"),
     ("PASS_", "a backward pass"),
+    ("PLAIN_GRADIENTS", "a backward pass"),
+    ("PLAIN_", "the release of what plain calls have left"),
     ("CONTEXT_", "the release of an autograd context"),
     ("GATHER", "a meeting of all workers"),
     ("MEMBERS", "an exchange about who is in the group"),

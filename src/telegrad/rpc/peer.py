@@ -10,6 +10,12 @@ A post travels on a lane too, and is acknowledged by a receipt that nobody waits
 Requests on a lane are numbered, and so are their answers: an answer that comes twice, or to a
 request that came twice, is not taken for another's.
 
+Who decides that the worker is lost: `Liveness`, by what happens on the multiplexed connection. It
+ends, it is silent for too long, it brings a goodbye, or a new worker has taken the place. A lane
+decides nothing. One that breaks is dropped; once the worker has given a sign of life, its request
+is sent again on another lane. The other end knows by the number whether it has begun already
+(`begun_requests`), so nothing runs twice.
+
 A peer that is lost comes back as soon as it can be connected to again, under the same incarnation
 (the network had failed) or another (the worker was restarted).
 """
@@ -22,9 +28,19 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any, NoReturn
 
-from telegrad.errors import AuthenticationError, ProtocolError, RpcTimeout, WorkerLost
+from telegrad.errors import (
+    AuthenticationError,
+    ProtocolError,
+    ReplyLost,
+    RpcTimeout,
+    WorkerLost,
+)
+from telegrad.locks import is_held_here
+from telegrad.rpc.begun_requests import BegunRequests
 from telegrad.rpc.conversation import Interruption
+from telegrad.rpc.error_texts import timeout_text
 from telegrad.rpc.late_replies import LateReplies
 from telegrad.rpc.liveness import (
     Connected,
@@ -39,14 +55,16 @@ from telegrad.rpc.liveness import (
 )
 from telegrad.rpc.multiplex import Multiplex
 from telegrad.rpc.outcome import describe_message
-from telegrad.rpc.receipts import Receipts
+from telegrad.rpc.processor_time import ProcessorTime
+from telegrad.rpc.receipts import Receipts, Request
 from telegrad.rpc.worker_info import WorkerInfo
 from telegrad.transport.base import Connection, ConnectionClosed, TransportTimeout
 from telegrad.transport.handshake import Purpose
 from telegrad.transport.shm import SharedMemory
+from telegrad.wire.codec import References
 from telegrad.wire.frames import Flags, Frame, Kind
 
-__all__ = ["SHUT_DOWN", "Peer", "not_sent"]
+__all__ = ["SHUT_DOWN", "BegunExchange", "Peer", "not_sent"]
 
 SHUT_DOWN = "this worker has shut down"
 """Why calls fail that are open when it does."""
@@ -54,9 +72,51 @@ SHUT_DOWN = "this worker has shut down"
 # How long an idle lane may take to swallow a message. It is the usual timeout of calls: a lane that
 # serves both does not have to be told a new one each time.
 _POST_SECONDS = 60.0
-_MOST_POSTED = 32  # lanes with a receipt outstanding; beyond it posts share the multiplex
+_MOST_POSTED = 32  # lanes with a receipt outstanding: each is a thread at the peer
+_MOST_BEGUN = 16  # the same for requests whose reply is waited for later
 _IDLE_SECONDS = 30.0  # after which a lane that nobody needed is closed
 _KEPT_LANES = 2
+_TRIES = 3  # lanes on which a request is sent again, when one breaks after the other
+
+
+class BegunExchange:
+    """A request that was sent, on a lane that is its own until its reply has come.
+
+    Args:
+        lane: None if it broke.
+        what: describes the request; or, without a lane, sends it again and waits.
+    """
+
+    __slots__ = ("_lane", "_peer", "_what", "request")
+
+    def __init__(
+        self, peer: Peer, lane: Connection | None, request: Request, what: Callable[[], Any]
+    ) -> None:
+        self._peer = peer
+        self._lane = lane
+        self.request = request
+        self._what = what
+        if lane is not None:
+            peer._begun.add(lane)
+
+    def wait(self) -> Frame:
+        """The reply. Call it once, on any thread.
+
+        Ends in the reply, in `WorkerLost` when the worker is lost, or in `ReplyLost`.
+        """
+        lane, self._lane = self._lane, None
+        if lane is None:
+            frame: Frame = self._what()
+            return frame
+        self._peer._begun.discard(lane)
+        return self._peer._end(self, lane, self._what)
+
+    def __del__(self) -> None:
+        lane = self._lane
+        if lane is not None:  # nobody waits any more; a destructor takes no lock
+            self._peer._begun.discard(lane)
+            self._peer._connections.discard(lane)
+            lane.close()
 
 
 class Peer:
@@ -77,7 +137,7 @@ class Peer:
         incarnation: bytes,
         connect: Callable[[Peer, Purpose, float | None], Connection],
         new_multiplex: Callable[[Peer, Connection], Multiplex],
-        on_lost: Callable[[Peer, str], None],
+        on_lost: Callable[[Peer, DeclareLost], None],
         memory: SharedMemory | None,
         heartbeat: tuple[float, float],
         on_late: Callable[[Peer, Callable[[], Frame | None]], None],
@@ -88,19 +148,26 @@ class Peer:
         self._connect = connect
         self._new_multiplex = new_multiplex
         self._on_lost = on_lost
+        self._begun: set[Connection] = set()  # lanes whose reply is waited for later
         self._idle: list[Connection] = []  # append and pop are atomic: no lock on the way of a call
         self._is_closed = False
         self._used_lanes: set[Connection] = set()  # since they were last trimmed
         self._lanes_trimmed_at = time.monotonic()
+        self._on_late = partial(on_late, self)
         keepers = self._is_open, self._discard, partial(self._put_back, is_cold=True)
-        self._receipts = Receipts(*keepers)
-        self._late = LateReplies(*keepers, partial(on_late, self))
+        self._receipts = Receipts(*keepers, self._post_broke)
+        self._late = LateReplies(*keepers, self._on_late)
         self._numbers = itertools.count(1)
+        self.begun = BegunRequests()
+        """Of the requests that the worker has made here."""
         self._connections: set[Connection] = set()  # every open one, so that a loss can end them
-        self._connections_lock = threading.Lock()  # guards the set above and the two below
+        self._connections_lock = threading.RLock()  # guards the set above and the two below
         self._multiplexes: list[Multiplex] = []
         self._liveness = Liveness(*heartbeat, time.monotonic())
-        self._opening_lock = threading.Lock()  # one thread opens the first multiplex
+        self._last_loss = ""  # why it was lost when it was last; it may be back
+        self._reads: dict[Connection, int] = {}  # as they were at the last tick
+        self._computing = ProcessorTime(heartbeat[1])
+        self._opening_lock = threading.RLock()  # one thread opens the first multiplex
 
     def __repr__(self) -> str:
         state = self._liveness.state.name
@@ -118,33 +185,37 @@ class Peer:
         timeout: float | None,
         what: Callable[[], str],
         flags: int = 0,
-        on_unsent: Callable[[], None] | None = None,
+        references: References | None = None,
     ) -> Frame:
         """Sends a request and waits for its reply, on this thread.
 
-        Ends in the reply, in `RpcTimeout` after `timeout` seconds, or in `WorkerLost` when the
-        connection ends, which the heartbeat sees to if the peer no longer answers.
+        Ends in the reply, in `RpcTimeout` after `timeout` seconds, in `WorkerLost` when the worker
+        is lost, which the heartbeat sees to if it no longer answers, or in `ReplyLost`.
 
         Args:
-            on_unsent: called if something else ends it, Ctrl-C say, before all of it was sent.
+            references: in the request. They are abandoned if something else ends it, Ctrl-C say,
+                before all of it was sent.
         """
-        lane = self._idle_lane()
         seconds = timeout
-        if lane is None:
-            try:
+        try:
+            lane = self._idle_lane()
+            if lane is None:
                 lane, seconds = self._open_lane_within(timeout)
-            except TransportTimeout:
-                raise self.timed_out(timeout or 0.0, what(), was_sent=False) from None
-            except WorkerLost as error:
-                raise not_sent(error, what()) from None
-            except BaseException:
-                if on_unsent is not None:
-                    on_unsent()
-                raise
+        except TransportTimeout:
+            raise self.timed_out(timeout or 0.0, what(), was_sent=False) from None
+        except WorkerLost as error:
+            raise not_sent(error, what()) from None
+        except BaseException:
+            if references is not None:
+                references.abandon()
+            raise
         number = next(self._numbers)
+        until = None if seconds is None else time.monotonic() + seconds
         reads = -1
         try:
-            lane.set_timeout(seconds, None if seconds is None else time.monotonic() + seconds)
+            lane.set_timeout(seconds, until)
+            if references is not None:
+                references.leave()
             lane.send(kind, flags, number, context_id, message_id, body, buffers)
             reads = lane.reads
             frame = lane.receive()
@@ -157,13 +228,65 @@ class Peer:
                 self._discard(lane)
             raise self.timed_out(timeout or 0.0, what(), was_sent=reads >= 0) from None
         except (ConnectionClosed, ProtocolError) as error:
+            broken = self._broken(lane, error)
+            request = Request(kind, flags, number, context_id, message_id, body, buffers)
+            return self._exchange_again(request, reads >= 0, broken, what, timeout, until)
+        except BaseException:
+            # Ctrl-C while waiting: the reply would be taken for the next call's.
             self._discard(lane)
-            self.lose(str(error))
-            raise self.loss(what()) from None
-        except BaseException:  # Ctrl-C while waiting: the reply would be taken for the next call's
+            if reads < 0 and references is not None:
+                references.abandon()
+            raise
+        self._put_back(lane)
+        return frame
+
+    @property
+    def has_many_begun(self) -> bool:
+        """Whether many requests are under way whose reply is waited for later."""
+        return len(self._begun) >= _MOST_BEGUN
+
+    def begin(
+        self,
+        kind: Kind,
+        body: Sequence[bytes | memoryview],
+        buffers: Sequence[memoryview],
+        what: Callable[[], str],
+        flags: int = 0,
+    ) -> BegunExchange:
+        """Sends a request whose reply is waited for later.
+
+        Raises:
+            WorkerLost: it cannot be sent.
+        """
+        try:
+            lane = self._idle_lane() or self._open_lane(None)
+        except WorkerLost as error:
+            raise not_sent(error, what()) from None
+        request = Request(kind, flags, next(self._numbers), -1, -1, body, buffers)
+        try:
+            lane.set_timeout(None)
+            lane.send(*request)
+        except (ConnectionClosed, ProtocolError) as error:
+            again = partial(
+                self._exchange_again, request, False, self._broken(lane, error), what, None, None
+            )
+            return BegunExchange(self, None, request, again)
+        except BaseException:
             self._discard(lane)
-            if reads < 0 and on_unsent is not None:
-                on_unsent()
+            raise
+        return BegunExchange(self, lane, request, what)
+
+    def _end(self, begun: BegunExchange, lane: Connection, what: Callable[[], str]) -> Frame:
+        request = begun.request
+        try:
+            frame = lane.receive()
+            while frame.call_id != request.number:
+                frame = lane.receive()
+        except (ConnectionClosed, ProtocolError) as error:
+            broken = self._broken(lane, error)
+            return self._exchange_again(request, True, broken, what, None, None)
+        except BaseException:
+            self._discard(lane)
             raise
         self._put_back(lane)
         return frame
@@ -176,32 +299,49 @@ class Peer:
         body: Sequence[bytes | memoryview],
         buffers: Sequence[memoryview],
         what: Callable[[], str],
+        lanes: int = _MOST_POSTED,
     ) -> None:
-        """Sends a message that has no answer."""
+        """Sends a message that has no answer.
+
+        It travels on a lane and is kept until its receipt has come, so that it can be sent again if
+        the lane breaks. One that is large, or that comes when many others are under way, takes the
+        multiplexed connection, whose end is the worker's loss.
+
+        Args:
+            lanes: how many may have a receipt outstanding; beyond it, it shares the multiplex.
+        """
         try:
-            if len(self._receipts) >= _MOST_POSTED and not self._receipts.take_one():
-                self.multiplex().send(
-                    kind, Flags.NO_ANSWER, 0, context_id, message_id, body, buffers
-                )
+            is_crowded = len(self._receipts) >= lanes and not self._receipts.take_one()
+            if buffers or is_crowded:
+                message = (kind, Flags.NO_ANSWER, 0, context_id, message_id, body, buffers)
+                self._send_on_multiplex(message, what)
                 return
             lane = self._idle_lane() or self._open_lane(None)
-        except ConnectionClosed as error:
-            self.lose(str(error))
-            raise self.loss(what()) from None
         except WorkerLost as error:
             raise not_sent(error, what()) from None
         number = next(self._numbers)
+        request = Request(kind, Flags.NO_ANSWER, number, context_id, message_id, body, ())
         try:
             lane.set_timeout(_POST_SECONDS)
-            lane.send(kind, Flags.NO_ANSWER, number, context_id, message_id, body, buffers)
-        except (ConnectionClosed, TransportTimeout) as error:
+            lane.send(*request)
+        except TransportTimeout:
             self._discard(lane)
-            self.lose(str(error) or f"it has taken no message for {_POST_SECONDS:g} seconds")
-            raise self.loss(what()) from None
+            raise self.silent(what()) from None
+        except ConnectionClosed as error:
+            self._send_again_later(request, self._broken(lane, error), was_sent=False)
+            return
         except BaseException:
             self._discard(lane)
             raise
-        self._receipts.expect(lane, number)
+        self._receipts.expect(lane, request)
+
+    def _send_on_multiplex(self, message: tuple[Any, ...], what: Callable[[], str]) -> None:
+        multiplex = self.multiplex()
+        try:
+            multiplex.send(*message)
+        except ConnectionClosed as error:
+            self.multiplex_ended(multiplex, str(error))
+            raise self.loss(what()) from None
 
     def converse(
         self,
@@ -219,49 +359,173 @@ class Peer:
         """
         lane = self._idle_lane() or self._open_lane(None)
         number = next(self._numbers)
+        was_sent = False
         try:
             lane.set_timeout(_POST_SECONDS)
             lane.send(kind, Flags.CONVERSATION, number, -1, -1, body, buffers)
+            was_sent = True
             meanwhile()
             descriptor = lane.fileno()
             if descriptor < 0:
                 lane.set_timeout(None)
-                return self._receipt(lane, number, kind)
+                return self._receipt(lane, number)
             is_there = lane.has_more()
             while not is_there and interruption.wait_for(descriptor):
                 is_there = lane.poll()  # or else it was nothing but a call to wake up
             if is_there:
-                return self._receipt(lane, number, kind)
+                return self._receipt(lane, number)
             lane.set_timeout(None)
-        except (ConnectionClosed, TransportTimeout) as error:
+            receive: Callable[[], Frame] = partial(self._receipt, lane, number)
+        except TransportTimeout:
             self._discard(lane)
-            self.lose(str(error) or f"it has taken no message for {_POST_SECONDS:g} seconds")
-            raise self.loss(describe_message(kind)) from None
+            raise self.silent(describe_message(kind)) from None
+        except (ConnectionClosed, ProtocolError) as error:
+            broken = self._broken(lane, error)
+            if broken.was_lost:
+                raise self.loss(describe_message(kind)) from None
+            if not was_sent:
+                meanwhile()
+            receive = partial(_raise, broken)
         except WorkerLost:
             raise
         except BaseException:
             self._discard(lane)
             raise
-        finish_later(partial(self._receipt_or_nothing, lane, number, kind))
+        request = Request(kind, Flags.CONVERSATION, number, -1, -1, body, buffers)
+        finish_later(partial(self._receipt_or_nothing, receive, lane, request, was_sent))
         return None
 
-    def _receipt(self, lane: Connection, number: int, kind: Kind) -> Frame:
-        try:
+    def _receipt(self, lane: Connection, number: int) -> Frame:
+        frame = lane.receive()
+        while frame.call_id != number:
             frame = lane.receive()
-            while frame.call_id != number:
-                frame = lane.receive()
-        except (ConnectionClosed, TransportTimeout, ProtocolError) as error:
-            self._discard(lane)
-            self.lose(str(error))
-            raise self.loss(describe_message(kind)) from None
         self._put_back(lane)
         return frame
 
-    def _receipt_or_nothing(self, lane: Connection, number: int, kind: Kind) -> Frame | None:
+    def _receipt_or_nothing(
+        self,
+        receive: Callable[[], Frame],
+        lane: Connection,
+        request: Request,
+        was_sent: bool,
+    ) -> Frame | None:
         try:
-            return self._receipt(lane, number, kind)
-        except WorkerLost:
-            return None  # told to all who watch
+            return receive()
+        except _Broken as error:
+            broken = error
+        except (ConnectionClosed, TransportTimeout, ProtocolError) as error:
+            broken = self._broken(lane, error)
+        return self._deliver(request, was_sent, broken)
+
+    # -- a lane that has broken
+
+    def _broken(self, lane: Connection, error: Exception) -> _Broken:
+        """What there is to know of a lane that has broken, which is dropped."""
+        was_lost = lane not in self._connections
+        self._discard(lane)
+        return _Broken(str(error), was_lost=was_lost)
+
+    def _exchange_again(
+        self,
+        request: Request,
+        was_sent: bool,
+        broken: _Broken,
+        what: Callable[[], str],
+        timeout: float | None,
+        until: float | None,
+    ) -> Frame:
+        """Sends a request on another lane, and waits for its reply.
+
+        What ends each wait: the reply, `until`, another broken lane, or the worker's loss.
+        """
+        for _ in range(_TRIES):
+            if broken.was_lost:
+                break
+            try:
+                self._wait_for_sign_of_life(what)
+                lane = self._open_lane(None)
+            except WorkerLost as error:
+                broken = _Broken(error.reason, was_lost=self._has_no_multiplex())
+                continue
+            if was_sent:
+                request = request._replace(flags=request.flags | Flags.RESENT)
+            try:
+                seconds = None if until is None else max(until - time.monotonic(), 1e-3)
+                lane.set_timeout(seconds, until)
+                lane.send(*request)
+                was_sent = True
+                frame = lane.receive()
+                while frame.call_id != request.number:
+                    frame = lane.receive()
+            except TransportTimeout:
+                self._discard(lane)
+                raise self.timed_out(timeout or 0.0, what(), was_sent=was_sent) from None
+            except (ConnectionClosed, ProtocolError) as error:
+                broken = self._broken(lane, error)
+                continue
+            except BaseException:
+                self._discard(lane)
+                raise
+            self._put_back(lane)
+            if frame.flags & Flags.RESENT:
+                break  # it has begun, and what it has answered is lost
+            return frame
+        if broken.was_lost or not was_sent:
+            raise self.loss(what(), str(broken))
+        raise ReplyLost(
+            f"the connection to worker {self.info.name!r} broke during {what()}: {broken}. The "
+            "worker is alive; how much of the call was done there is not known",
+            worker=self.info.name,
+            reason=str(broken),
+        )
+
+    def _post_broke(self, lane: Connection, error: Exception, request: Request) -> None:
+        self._send_again_later(request, self._broken(lane, error), was_sent=True)
+
+    def _send_again_later(self, request: Request, broken: _Broken, *, was_sent: bool) -> None:
+        """On another thread: it may have to wait."""
+        if not broken.was_lost:
+            self._on_late(partial(self._deliver, request, was_sent, broken))
+
+    def _deliver(self, request: Request, was_sent: bool, broken: _Broken) -> Frame | None:
+        """Sends a message again and returns its receipt; None if the worker is lost. It also counts
+        as lost if what it has posted back, or the message itself, is lost for good."""
+        what = partial(describe_message, request.kind)
+        until = time.monotonic() + _POST_SECONDS
+        try:
+            return self._exchange_again(request, was_sent, broken, what, _POST_SECONDS, until)
+        except ReplyLost as error:
+            if not request.flags & Flags.CONVERSATION:
+                return None  # it has begun, and that is all
+            self.lose(str(error))
+        except RpcTimeout as error:
+            self.lose(str(error))
+        except WorkerLost as error:
+            self.lose(error.reason)  # if it is not known yet
+        return None
+
+    def _wait_for_sign_of_life(self, what: Callable[[], str]) -> None:
+        """Waits until the multiplexed connection brings something, now that another connection has
+        broken; the worker may be dead, and that be known in a moment. Ends by that, too: the
+        heartbeat sees to it.
+
+        Raises:
+            WorkerLost
+        """
+        reads = {multiplex: multiplex.reads for multiplex in self._multiplexes}
+        self.ping()
+        pause = 0.0002
+        while not self._is_closed and not self._has_no_multiplex():
+            if any(multiplex.reads > before for multiplex, before in reads.items()):
+                return
+            time.sleep(pause)
+            pause = min(2 * pause, 0.02)
+        raise self.loss(what())
+
+    def _has_no_multiplex(self) -> bool:
+        return self.is_lost or all(multiplex.is_closed for multiplex in self._multiplexes)
+
+    # -- lanes
 
     def _idle_lane(self) -> Connection | None:
         while True:
@@ -319,14 +583,21 @@ class Peer:
         for multiplex in self._multiplexes:
             if not multiplex.is_closed:
                 return multiplex
+        is_second = is_held_here(self._opening_lock)
         # Whoever opens it needs no longer than any connection does.
-        if not self._opening_lock.acquire(timeout=-1 if seconds is None else seconds):
-            raise TransportTimeout(f"no connection within {seconds:g} seconds")
+        is_opening: list[bool] = []
         try:
+            # Noted in the step that takes it: Ctrl-C between two would keep it for good.
+            is_opening.extend(
+                map(self._opening_lock.acquire, (True,), (-1 if seconds is None else seconds,))
+            )
+            if not is_opening[0]:
+                raise TransportTimeout(f"no connection within {seconds:g} seconds")
             for multiplex in self._multiplexes:
                 if not multiplex.is_closed:
                     return multiplex
-            connection = self._connect(self, Purpose.MULTIPLEX, seconds)
+            purpose = Purpose.SECOND_MULTIPLEX if is_second else Purpose.MULTIPLEX
+            connection = self._connect(self, purpose, seconds)
             multiplex = self._new_multiplex(self, connection)
             self.add(connection)
             try:
@@ -336,13 +607,17 @@ class Peer:
                 raise self.unreachable(error) from None
             return multiplex
         finally:
-            self._opening_lock.release()
+            if is_opening and is_opening[0]:
+                self._opening_lock.release()
 
-    def adopt(self, multiplex: Multiplex, *, is_opener: bool = False) -> None:
+    def adopt(
+        self, multiplex: Multiplex, *, is_opener: bool = False, is_second: bool = False
+    ) -> None:
         """Takes a multiplex into use; one that the peer has opened serves both ways.
 
         Args:
             is_opener: this worker has opened it.
+            is_second: the peer has opened it as a `SECOND_MULTIPLEX`.
 
         Raises:
             ConnectionClosed: it cannot be read.
@@ -350,7 +625,15 @@ class Peer:
         with self._connections_lock:
             self._multiplexes = [m for m in self._multiplexes if not m.is_closed] + [multiplex]
             self._liveness.handle(Connected(), time.monotonic())
+        multiplex.is_second = is_second
         multiplex.start(is_opener=is_opener)
+
+    def reopened(self) -> None:
+        """The worker opens another multiplexed connection. If the one is still open here that it
+        had opened before, it has lost this worker meanwhile: it was silent, and that is not known
+        here yet. What depends on the old connection ends before the new one is used."""
+        if any(not (m.is_closed or m.is_opener or m.is_second) for m in self._multiplexes):
+            self.lose("it had lost this worker, and has connected again")
 
     def add(self, connection: Connection) -> None:
         if self.memory is not None:
@@ -378,7 +661,8 @@ class Peer:
         return self._liveness.state is State.LOST
 
     def lose(self, reason: str) -> None:
-        """The worker is gone: ends every connection to it and every wait on them."""
+        """The worker has left, was replaced, or cannot be relied on: ends every connection to it
+        and every wait on them."""
         with self._connections_lock:
             effects = self._liveness.handle(Ended(reason), time.monotonic())
         self._carry_out(effects)
@@ -389,30 +673,39 @@ class Peer:
         with self._connections_lock:
             if any(not other.is_closed for other in self._multiplexes if other is not multiplex):
                 return
-            effects = self._liveness.handle(Ended(reason), time.monotonic())
+            self._liveness.handle(Heard(), multiplex.heard_at)
+            effects = self._liveness.handle(Ended(reason, is_break=True), time.monotonic())
         self._carry_out(effects)
 
     def _carry_out(self, effects: Sequence[Effect]) -> None:
         for effect in effects:
             if isinstance(effect, DeclareLost):
+                self._last_loss = effect.reason
                 self._end_connections()
-                self._on_lost(self, effect.reason)
+                self._on_lost(self, effect)
 
     def _end_connections(self) -> None:
         with self._connections_lock:
             connections = list(self._connections)
             self._connections.clear()
-        idle = set()
-        while self._idle:
-            idle.add(self._idle.pop())
-        idle |= self._receipts.give_up() | self._late.give_up()
+        idle = self._receipts.give_up() | self._late.give_up()
+        while True:
+            try:
+                idle.add(self._idle.pop())
+            except IndexError:  # another thread may take the last one: that closes it
+                break
         for connection in connections:
             connection.interrupt()  # whoever waits on it wakes, and closes it
         for lane in idle:
             lane.close()
 
-    def loss(self, what: str) -> WorkerLost:
-        reason = self._liveness.reason or "the connection was closed"
+    def loss(self, what: str, reason: str = "") -> WorkerLost:
+        """The error of something that needed the worker, which is lost.
+
+        Args:
+            reason: why, if nothing else is known.
+        """
+        reason = self._liveness.reason or self._last_loss or reason or "the connection was closed"
         return WorkerLost(
             f"worker {self.info.name!r} was lost during {what}: {reason}. How much of it was "
             "done there is not known",
@@ -420,10 +713,18 @@ class Peer:
             reason=reason,
         )
 
+    def silent(self, what: str) -> WorkerLost:
+        """The error of a message that the worker does not take."""
+        reason = f"it has taken no message for {_POST_SECONDS:g} seconds"
+        return WorkerLost(
+            f"{what} could not be sent to worker {self.info.name!r}: {reason}",
+            worker=self.info.name,
+            reason=reason,
+        )
+
     def timed_out(self, seconds: float, what: str, *, was_sent: bool = True) -> RpcTimeout:
         return RpcTimeout(
-            f"RPC ran for more than set timeout ({seconds * 1000:.0f} ms) and will now be marked "
-            f"with an error: {what} on worker {self.info.name!r}",
+            timeout_text(f"worker {self.info.name!r}", what, seconds, was_sent=was_sent),
             worker=self.info.name,
             seconds=seconds,
             was_sent=was_sent,
@@ -451,8 +752,16 @@ class Peer:
             multiplex.tick(now)
         if not live:
             return False
+        heard_at = max(m.heard_at for m in live)
         with self._connections_lock:
-            self._liveness.handle(Heard(), max(m.heard_at for m in live))
+            before, self._reads = self._reads, {c: c.reads for c in self._connections}
+            if any(reads > before.get(c, reads) for c, reads in self._reads.items()):
+                heard_at = now
+            self._liveness.handle(Heard(), heard_at)
+            if self._liveness.is_quiet(now) and self._computing.has_grown(
+                live[0].peer_process, now
+            ):
+                self._liveness.handle(Heard(), now)
             effects = self._liveness.handle(TimePassed(), now)
         self._carry_out(effects)
         return SendPing() in effects
@@ -483,7 +792,7 @@ class Peer:
         self._lanes_trimmed_at = now
 
     def ping(self) -> None:
-        """Asks for a sign of life. May block on a full socket: not for the clock's thread."""
+        """Asks for a sign of life. Does not wait."""
         for multiplex in self._multiplexes:
             if not multiplex.is_closed:
                 try:
@@ -492,7 +801,7 @@ class Peer:
                     continue  # its reader sees the end as well, and tells
 
     def decline(self) -> None:
-        """Tells of shared memory that could not be taken. May block, as `ping` may."""
+        """Tells of shared memory that could not be taken. May block."""
         memory = self.memory
         declined = [] if memory is None else memory.take_declined()
         if declined:
@@ -506,6 +815,11 @@ class Peer:
         """The worker could not take these."""
         if self.memory is not None:
             self.memory.abandon(struct.unpack(f"<{len(body) // 4}I", body))
+
+    @property
+    def waiting_senders(self) -> int:
+        """How many threads wait until the worker takes what they send."""
+        return sum(len(m.senders) for m in self._multiplexes)
 
     @property
     def pending_count(self) -> int:
@@ -530,6 +844,22 @@ class Peer:
             multiplex.join(5.0)
         if self.memory is not None:
             self.memory.close()
+
+
+class _Broken(Exception):
+    """How a lane has ended.
+
+    Attributes:
+        was_lost: the worker was lost before, and the lane ended by that.
+    """
+
+    def __init__(self, reason: str, *, was_lost: bool) -> None:
+        super().__init__(reason)
+        self.was_lost = was_lost
+
+
+def _raise(broken: _Broken) -> NoReturn:
+    raise broken
 
 
 def not_sent(error: WorkerLost, what: str) -> WorkerLost:

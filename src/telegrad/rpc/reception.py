@@ -29,6 +29,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from telegrad.rpc.begun_requests import BegunRequests
 from telegrad.rpc.quick_functions import QuickFunctions
 from telegrad.transport import processors
 from telegrad.transport.base import Connection
@@ -58,10 +59,11 @@ Serve = Callable[[int, Frame, Callable[..., None]], None]
 class _Guest:
     """A lane, and the place where its own thread is parked."""
 
-    __slots__ = ("descriptor", "error", "frame", "gate", "is_awake", "lane", "source")
+    __slots__ = ("begun", "descriptor", "error", "frame", "gate", "is_awake", "lane", "source")
 
-    def __init__(self, source: int, lane: Connection) -> None:
+    def __init__(self, source: int, lane: Connection, begun: BegunRequests) -> None:
         self.source = source
+        self.begun = begun
         self.lane = lane
         self.descriptor = lane.fileno()
         self.is_awake = False  # it may have requests that do not show at the descriptor
@@ -103,6 +105,14 @@ class _Desk:
         self._serve = serve
 
     def serve(self, guest: _Guest, frame: Frame) -> None:
+        begun = guest.begun
+        if begun.loss_told is not None:
+            begun.wait_until_told()
+        begun.last[guest] = frame.call_id
+        is_copied = frame.flags & Flags.RESENT or frame.call_id in begun.resent
+        if is_copied and not begun.may_begin(guest, frame):
+            guest.lane.send(Kind.RECEIPT, Flags.RESENT, frame.call_id)
+            return
         self._serve(guest.source, frame, guest.lane.send)
         if frame.flags & Flags.NO_ANSWER:
             guest.lane.send(Kind.RECEIPT, 0, frame.call_id)
@@ -181,11 +191,15 @@ class Reception:
         self._spawn = spawn
         self._host: _Host | None = None
         self._is_closed = False
-        self._host_lock = threading.Lock()  # guards the two above: there is one host at a time
+        self._host_lock = threading.RLock()  # guards the two above: there is one host at a time
 
-    def serve_lane(self, source: int, lane: Connection) -> None:
-        """Serves a lane until it ends, which is raised."""
-        desk, guest = self._desk, _Guest(source, lane)
+    def serve_lane(self, source: int, lane: Connection, begun: BegunRequests) -> None:
+        """Serves a lane until it ends, which is raised.
+
+        Args:
+            begun: the worker's requests that have begun here.
+        """
+        desk, guest = self._desk, _Guest(source, lane, begun)
         can_move = guest.descriptor >= 0 and hasattr(select, "epoll")
         try:
             while True:
@@ -203,6 +217,7 @@ class Reception:
                 if is_short and desk.is_crowded and lane.rest():  # or else the next one is here
                     self._move_in(guest)
         finally:
+            begun.ended(guest)
             if desk.last is guest:
                 desk.last = None
 
@@ -248,7 +263,7 @@ class _Host:
         self._desk = desk
         self._patience = Patience(busy_wait)
         self._epoll = select.epoll()
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = threading.RLock()  # guards what follows
         self._guests: dict[int, _Guest] = {}  # by descriptor
         self._processor = processors.UNKNOWN
         self.is_over = False

@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 import struct
 import threading
-import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -26,15 +25,17 @@ import torch
 from torch.futures import Future
 
 from telegrad.errors import RpcTimeout, RRefError
-from telegrad.ids import ForkId, RRefId
+from telegrad.ids import ForkId, RRefId, first_of_life
 from telegrad.rpc.agent import Agent
 from telegrad.rpc.async_call import AsyncCall
 from telegrad.rpc.call_head import name_in
+from telegrad.rpc.error_texts import timeout_text
 from telegrad.rpc.functions import checked_future
 from telegrad.rpc.kept_errors import again, fail, without_frames
 from telegrad.rpc.network import Send
 from telegrad.rpc.outcome import as_exception, describe_function
 from telegrad.rpc.rref import RRef, rebuild_rref
+from telegrad.rpc.rref_packed import PackedReferences
 from telegrad.rpc.rref_proxy import call_owned, call_owned_async
 from telegrad.rpc.rref_records import OwnerEntry
 from telegrad.rpc.rref_table import RRefTable
@@ -87,30 +88,24 @@ class RemoteReferences:
         self._being_made: dict[RRefId, OwnerEntry] = {}
         """What this worker has asked itself for, until it runs."""
 
-    def connect(self, agent: Agent, *, is_successor: bool) -> None:
-        """
-        Args:
-            is_successor: a worker with this id was here before; its ids must not be used again.
-        """
+    def connect(self, agent: Agent) -> None:
         self._agent = agent
-        self.codec.abandon = agent.abandon = lambda packed: self.table.abandon(packed)
         self.table = RRefTable(
             agent,
             fetch=self._fetch,
             call=self._call,
             bound_here=agent.bound_here,
             worker_info=self._worker_info,
-            first_id=time.time_ns() if is_successor else 0,
+            first_id=first_of_life(agent.directory.life),
         )
+        self.codec.new_references = self.table.new_references
         self.table.start()
         agent.handle(Kind.RREF_FETCH, self._on_fetch)
         agent.service.handle_frame(Kind.REMOTE, self._on_remote, REMOTE_HEAD.size)
         agent.service.admit = self._admit
 
     def _reduce(self, rref: RRef[Any], destination: int) -> Any:
-        rebuild, (fields,) = self.table.reduce(rref, destination)
-        self.codec.packed.append((RRefId(*fields[1:3]), ForkId(*fields[3:5])))
-        return rebuild, (fields,)
+        return self.table.reduce(rref, destination, self.codec.packed)
 
     def _worker_info(self, worker_id: int) -> WorkerInfo:
         return WorkerInfo(self._agent.name_of(worker_id), worker_id)
@@ -140,12 +135,19 @@ class RemoteReferences:
                 timer = agent.call_later(timeout, partial(self._expire, entry, timeout, func))
                 entry.add_done_callback(lambda _: timer.cancel())  # it keeps the value until then
             return rref
-        rref_id, fork_id, rref = self.table.new_user(to)
-        ids = REMOTE_HEAD.pack(*rref_id, *fork_id, bool(timeout))
+        made: list[tuple[RRefId, ForkId, RRef[Any]]] = []
+        calls: list[AsyncCall] = []
         try:
-            self._send(ids, to, func, args, kwargs, timeout, partial(self._created, fork_id))
+            # Noted in the step that makes it: Ctrl-C between two would leave it half made.
+            made.extend(map(self.table.new_user, (to,)))
+            rref_id, fork_id, rref = made[0]
+            ids = REMOTE_HEAD.pack(*rref_id, *fork_id, bool(timeout))
+            on_answer = partial(self._created, fork_id)
+            self._send(ids, to, func, args, kwargs, timeout, on_answer, calls)
         except BaseException as error:
-            self.table.creation_failed(fork_id, again(as_exception(error)))
+            # A request that has begun to leave is answered, and the reference settled by that.
+            if made and not any(call.begun or call.future.done() for call in calls):
+                self.table.creation_failed(made[0][1], again(as_exception(error)))
             raise
         return rref
 
@@ -158,11 +160,18 @@ class RemoteReferences:
         kwargs: dict[str, Any] | None,
         timeout: float | None,
         on_answer: Callable[[Future[Any]], None],
+        calls: list[AsyncCall] | None = None,
     ) -> None:
+        """
+        Args:
+            calls: gets the call that is made.
+        """
         agent = self._agent
         head, encoded, context, message = agent.pack_call(to, func, args, kwargs)
         call = AsyncCall(agent, to, context, lambda: f"remote({describe_function(func)})")
         call.future.add_done_callback(on_answer)
+        if calls is not None:
+            calls.append(call)
         agent.take_back_if_unread(call, encoded)
         body = (ids, head, encoded.payload)
         agent.dispatch(call, Kind.REMOTE, context, message, body, encoded.buffers, timeout)
@@ -171,8 +180,9 @@ class RemoteReferences:
         if not entry.is_done:
             entry.creation_failed(
                 RpcTimeout(
-                    f"RPC ran for more than set timeout ({seconds * 1000:.0f} ms) and will now be "
-                    f"marked with an error: remote({describe_function(func)}) on this worker",
+                    timeout_text(
+                        "this worker itself", f"remote({describe_function(func)})", seconds
+                    ),
                     worker=self._agent.info.name,
                     seconds=seconds,
                 )
@@ -321,16 +331,19 @@ class _ReferenceCodec(Codec):
     because something after them in it cannot be packed; and ends those in a message that cannot be
     unpacked."""
 
-    abandon: Callable[[list[tuple[RRefId, ForkId]]], None]
+    new_references: Callable[[], PackedReferences]
 
     def __init__(self, reducers: Mapping[type, Reducer]) -> None:
         super().__init__(reducers)
         self._thread = threading.local()
 
     @property
-    def packed(self) -> list[tuple[RRefId, ForkId]]:
+    def packed(self) -> PackedReferences:
         """What the message that this thread packs has taken so far."""
-        packed: list[tuple[RRefId, ForkId]] = self._thread.__dict__.setdefault("packed", [])
+        ours = self._thread.__dict__
+        packed: PackedReferences | None = ours.get("packed")
+        if packed is None:
+            packed = ours["packed"] = self.new_references()
         return packed
 
     def _encode_any(
@@ -342,17 +355,24 @@ class _ReferenceCodec(Codec):
         *,
         apart: bool = False,
     ) -> Encoded:
+        ours = self._thread.__dict__
+        # Of a message that is just being packed, if a destructor has interrupted that to call.
+        interrupted = ours.pop("packed", None)
         try:
             encoded = super()._encode_any(value, destination, root, labels, apart=apart)
-            if "packed" in self._thread.__dict__:
-                encoded.references = self.packed
+            if "packed" in ours:
+                encoded.references = ours["packed"]
+                if labels is None:  # no arguments of a call: whoever sends it tells nothing of it
+                    ours["packed"].leave()
             return encoded
         except BaseException:
-            self.abandon(self.packed)
+            if "packed" in ours:
+                ours["packed"].abandon()
             raise
         finally:
-            if "packed" in self._thread.__dict__:
-                del self._thread.packed
+            ours.pop("packed", None)
+            if interrupted is not None:
+                ours["packed"] = interrupted
 
     def _not_decoded(self, stream: bytes | bytearray | memoryview) -> None:
         for arguments in arguments_in(stream, rebuild_rref):

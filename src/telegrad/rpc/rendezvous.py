@@ -9,12 +9,18 @@ it does not know reads on in the store.
 A worker that is started again after a crash finds a record under its id. If nobody answers at its
 addresses the newcomer takes its place; otherwise the id is taken, and it fails.
 
+The store is not trusted: others may reach it, and change what stands there. A worker is known by
+what it proves when it is connected to. So a secret is told through the store only where no other
+user can get at it, in the private file of a `file://` store. A store on a loopback address listens
+there only.
+
 Every wait here is a wait on the store, and ends in the value or after the agent's timeout, also if
 the store has vanished.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import logging
 import os
@@ -31,14 +37,25 @@ from urllib.parse import urlparse
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from telegrad.drop_in import torch_phrase
 from telegrad.errors import TelegradError
-from telegrad.ids import MAX_WORKER_ID
+from telegrad.ids import MAX_LIVES, MAX_WORKER_ID
 from telegrad.rpc.options import LONGEST_TIMEOUT, RpcOptions
 from telegrad.rpc.patient_store import PatientStore
+from telegrad.rpc.private_files import claim_store_file, user_secret
 from telegrad.rpc.worker_info import WorkerInfo
 
 __all__ = ["Directory", "Record", "host_identity", "meet"]
 
+_NO_SECRET = (
+    "the workers of this group may be on several machines, and have no secret: whoever can reach "
+    "their meeting place can join them and run any code on their machines"
+)
+_MAKE_SECRET = (
+    "Make a secret, with: export TELEGRAD_SECRET=$(python -c 'import secrets; "
+    "print(secrets.token_hex(32))') and start all workers with the same value. "
+    "TELEGRAD_INSECURE=1 does without one, for networks where every machine and user is trusted"
+)
 _LOOK_EVERY = 1.0  # seconds, for those who have died while others wait for them
 
 _T = TypeVar("_T")
@@ -89,14 +106,23 @@ def meet(options: RpcOptions, rank: int, world_size: int | None) -> tuple[Store,
             f"init_method must begin with env://, tcp:// or file://, got {options.init_method!r}"
         )
     if world_size is None and rank < 0 and scheme == "env" and "WORLD_SIZE" in os.environ:
-        world_size = int(os.environ["WORLD_SIZE"])
+        world_size = _number("WORLD_SIZE", os.environ["WORLD_SIZE"])
     if world_size is None and rank < 0:
         raise _missing_rank(scheme)
     if rank < 0 and scheme == "env" and "RANK" in os.environ:
-        rank = int(os.environ["RANK"])
+        rank = _number("RANK", os.environ["RANK"])
         _check(rank, world_size)
+    if rank < 0:
+        raise _missing_rank(scheme)
     store = _open_store(options, rank, world_size)
-    part = Part(store, _place(options.init_method), rank, is_open=world_size is None)
+    part = Part(
+        store,
+        _place(options.init_method),
+        rank,
+        is_open=world_size is None,
+        is_private=scheme == "file",
+        is_local=_loopback_address(options.init_method) is not None,
+    )
     return part, rank, world_size or 0
 
 
@@ -108,23 +134,71 @@ def _open_store(options: RpcOptions, rank: int, world_size: int | None) -> Store
             f"init_method is {options.init_method!r}, and there is no directory {directory!r} on "
             "this host: make it, or mend the path. All workers must see the same file"
         )
+    if url.scheme == "file" and url.path:
+        claim_store_file(url.path)
     # The file is removed by the last of so many workers. A TCP store is not told how many there
     # are: it would wait for them without a word on who is missing, and `Directory` has that.
     size = world_size if world_size is not None and url.scheme == "file" else -1
     of_worker = f"rank={rank}" if rank >= 0 else ""  # torch says what is missing then
     query = "&".join(filter(None, [url.query, of_worker, f"world_size={size}"]))
     timeout = timedelta(seconds=options.rpc_timeout or LONGEST_TIMEOUT)
+    _check_address(url.scheme, url.hostname)
     rendezvous: Any = dist.rendezvous  # type: ignore[attr-defined]
-    iterator = rendezvous(url._replace(query=query).geturl(), timeout=timeout)
     try:
+        # Only rank 0 keeps a store, unless torchrun's agent does. The server lives as long as the
+        # store that `rendezvous` then opens at the same port of this process.
+        keeps = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        server = _serve_loopback(options.init_method, timeout) if keeps else None
+        iterator = rendezvous(url._replace(query=query).geturl(), timeout=timeout)
         store: Store = next(iterator)[0]
+        del server
     except RuntimeError as error:
         raise TelegradError(
             f"the workers' meeting place {_place(options.init_method)} could not be opened: "
-            f"{str(error).splitlines()[0]} {_what_to_check(url.scheme, rank)}"
+            f"{str(error).splitlines()[0].rstrip('. ')}. {_what_to_check(url.scheme, rank)}"
         ) from None
     _iterators.append(iterator)
     store.set_timeout(timeout)
+    return store
+
+
+def _loopback_address(init_method: str) -> tuple[str, int] | None:
+    """Where the meeting place is, if no other machine can reach that."""
+    url = urlparse(init_method)
+    if url.scheme == "file":
+        return None
+    host = url.hostname or os.environ.get("MASTER_ADDR", "")
+    try:
+        port = url.port or int(os.environ.get("MASTER_PORT", ""))
+        found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, port)} if host else set()
+    except (OSError, ValueError):
+        return None  # torch says what is wrong with it
+    if not found or not all(ipaddress.ip_address(address).is_loopback for address in found):
+        return None
+    return min(found, key=lambda address: (":" in address, address)), port
+
+
+def _serve_loopback(init_method: str, timeout: timedelta) -> Store | None:
+    """Keeps a store that listens on loopback only. Left to itself, torch listens everywhere."""
+    address = _loopback_address(init_method)
+    if address is None:
+        return None
+    try:
+        listener = socket.create_server(
+            address, family=socket.AF_INET6 if ":" in address[0] else socket.AF_INET, backlog=1024
+        )
+    except OSError:
+        # Most likely this process keeps a store there already, for a group before this one or for
+        # torch's process groups: then torch uses that. Else it says what is wrong.
+        return None
+    tcp_store: Any = dist.TCPStore  # type: ignore[attr-defined]
+    store: Store = tcp_store(  # which closes the descriptor
+        *address,
+        is_master=True,
+        timeout=timeout,
+        multi_tenant=True,
+        master_listen_fd=listener.detach(),
+    )
     return store
 
 
@@ -133,7 +207,10 @@ def _what_to_check(scheme: str, rank: int) -> str:
         return "Check that this process may write the file"
     where = "MASTER_ADDR and MASTER_PORT" if scheme == "env" else "address and port of init_method"
     if rank == 0:
-        return f"Check that {where} are of this host, and that no other process uses the port"
+        return (
+            f"Check that {where} are of this host, that no other process uses the port, and that "
+            "only one worker has rank 0"
+        )
     return (
         f"The worker of rank 0 keeps a store there: check that it was started, that {where} are "
         "the same for all workers, and that this host can reach it"
@@ -143,13 +220,44 @@ def _what_to_check(scheme: str, rank: int) -> str:
 def _missing_rank(scheme: str) -> ValueError:
     if scheme != "env":
         return ValueError(
-            "rank parameter missing: init_rpc needs a rank when no world size is given"
+            f"init_rpc needs a rank to meet by {scheme}://: pass rank=..."
+            + torch_phrase("rank parameter missing")
         )
     missing = "WORLD_SIZE" if "RANK" in os.environ else "RANK"
     return ValueError(
-        f"environment variable {missing} expected, but not set: init_rpc without a rank takes rank "
-        "and world size from the environment"
+        f"{missing} is not set: start the program by telegrad run or torchrun, or pass rank= and "
+        "world_size= to init_rpc"
+        + torch_phrase(f"environment variable {missing} expected, but not set")
     )
+
+
+def _number(variable: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(
+            f"the environment variable {variable} must be a whole number, got {text!r}"
+        ) from None
+
+
+def _check_address(scheme: str, host: str | None) -> None:
+    """Finds out at once what torch would find out after many tries, if it did at all."""
+    where = f"the host {host!r} of init_method"
+    if scheme == "env":
+        for variable in ("MASTER_ADDR", "MASTER_PORT"):
+            if variable not in os.environ:
+                raise ValueError(
+                    f"{variable} is not set: start the program by telegrad run or torchrun, or "
+                    'pass RpcOptions(init_method="tcp://host:port")'
+                )
+        _number("MASTER_PORT", os.environ["MASTER_PORT"])
+        host = os.environ["MASTER_ADDR"]
+        where = f"MASTER_ADDR {host!r}"
+    if scheme != "file" and host:
+        try:
+            socket.getaddrinfo(host, None)
+        except (OSError, UnicodeError) as error:
+            raise TelegradError(f"{where} cannot be resolved: {error}") from None
 
 
 def _place(init_method: str) -> str:
@@ -163,6 +271,8 @@ def _check(rank: int, world_size: int | None) -> None:
     for name, number in given.items():
         if number is not None and not isinstance(number, Integral):
             raise TypeError(f"{name} must be an integer, got {number!r}")
+    if rank < -1:
+        raise ValueError(f"rank must be 0 or more, got {rank}")
     if world_size is not None and world_size < 1:
         raise ValueError(f"world_size must be positive, got {world_size}")
     if world_size is not None and rank >= world_size:
@@ -179,7 +289,20 @@ class Part(PrefixStore):
     takes the place of a crashed one goes where that one was.
     """
 
-    def __init__(self, store: Store, place: str, rank: int, *, is_open: bool) -> None:
+    def __init__(
+        self,
+        store: Store,
+        place: str,
+        rank: int,
+        *,
+        is_open: bool,
+        is_private: bool = False,
+        is_local: bool = False,
+    ) -> None:
+        self.is_private = is_private
+        """No other user can read or change what stands there."""
+        self.is_local = is_local
+        """No other machine can reach it."""
         self._place = place
         self._is_open = is_open
         self._number = self._find_number(PatientStore(store), rank)
@@ -220,6 +343,8 @@ class Directory:
         self._seen = 0  # slots of an open group that have been looked at
         self._empty: list[int] = []  # those of them that nobody had written to
         self._has_ended = False  # the store has
+        self.life = 0
+        """How many workers of this group had this rank before, as `declare` has found."""
 
     @property
     def is_open(self) -> bool:
@@ -240,8 +365,14 @@ class Directory:
                 f"supported. The group is {declared}, and this worker was told that it is {kind}: "
                 "give all workers the world size, or none"
             )
+        turn = self._store.add(f"turns/{self._rank}", 1)
+        self.life = turn - 1
+        if self.life >= MAX_LIVES:
+            raise TelegradError(
+                f"rank {self._rank} has been taken {MAX_LIVES} times in this group, and there are "
+                "no more ids for it: take another rank, or meet elsewhere"
+            )
         if not self.is_open:
-            turn = self._store.add(f"turns/{self._rank}", 1)
             self._store.set(f"turn/{self._rank}/{turn}", f"{_this_process()}, told {kind}")
         if declared != kind:
             raise TelegradError(
@@ -250,17 +381,34 @@ class Directory:
                 "worker was started, an earlier group has left this behind: meet elsewhere"
             )
 
-    def secret(self, configured: bytes | None) -> bytes:
-        """The cluster's secret: the configured one, or one made by the first to come."""
+    def secret(
+        self, configured: bytes | None, *, all_local: bool, has_certificates: bool = False
+    ) -> bytes:
+        """The group's secret: the configured one, or one that only processes of this user know.
+
+        Args:
+            all_local: the whole group is on this host.
+            has_certificates: workers prove by these that they belong together.
+
+        Raises:
+            TelegradError: the group is on several machines, and has no secret.
+        """
         if configured is not None:
             return configured
+        is_private = self._part is not None and self._part.is_private
+        if all_local and not is_private:
+            return user_secret()
+        if not is_private and not has_certificates:
+            if os.environ.get("TELEGRAD_INSECURE") != "1":
+                raise TelegradError(f"{_NO_SECRET}. {_MAKE_SECRET}")
+            _log.warning("TELEGRAD_INSECURE=1: %s. %s", _NO_SECRET, _MAKE_SECRET)
         made = secrets.token_hex(32)
         return bytes(self._store.compare_set("secret", "", made))
 
     def all_on_one_host(self, host: str) -> bool:
-        """Whether the whole group is on this host. An open group never knows."""
+        """Whether the whole group is on this host. An open group knows by where it meets."""
         if self.is_open:
-            return False
+            return self._part is not None and self._part.is_local
         self._store.set(f"host/{self._rank}", host)
         return all(
             self._get(f"host/{rank}", rank) == host.encode() for rank in range(self._world_size)
@@ -384,9 +532,11 @@ class Directory:
             ) from None
         except RuntimeError as error:
             raise TelegradError(
-                f"worker {rank} of {self._world_size} did not come to the meeting place in time: "
-                f"{str(error).splitlines()[0]}{self._mistakes()}"
-            ) from None
+                f"rank {rank} of {self._world_size} did not join within "
+                f"{self._store.timeout:g} s (rpc_timeout sets this limit). Was it started, with "
+                "the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE, or the same init_method?"
+                f"{self._mistakes()}"
+            ) from error
 
     def _mistakes(self) -> str:
         """What those who came were told wrongly: for one who waits in vain."""
@@ -394,7 +544,7 @@ class Directory:
             lines = [line for rank in range(self._world_size) for line in self._mistakes_of(rank)]
         except RuntimeError:  # the store has ended with the worker that kept it
             return ""
-        return "".join(f". {line}" for line in lines)
+        return "".join(f" {line}." for line in lines)
 
     def _mistakes_of(self, rank: int) -> list[str]:
         lines = [

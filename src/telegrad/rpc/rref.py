@@ -17,7 +17,13 @@ from telegrad.rpc.options import UNSET_RPC_TIMEOUT, checked_timeout
 from telegrad.rpc.rref_lookup import current_table
 from telegrad.rpc.rref_proxy import RRefProxy, type_of_owned
 from telegrad.rpc.rref_records import OwnerEntry, UserRecord
-from telegrad.rpc.rref_texts import creation_error, text_of_id
+from telegrad.rpc.rref_texts import (
+    creation_error,
+    no_attribute,
+    not_callable,
+    not_owner,
+    text_of_id,
+)
 
 if TYPE_CHECKING:
     from telegrad.rpc.rref_table import RRefTable, WorkerInfo
@@ -75,7 +81,8 @@ class RRef(Generic[T]):
                 "ScriptModule."
             )
         table = current_table()
-        self._bind(table, table.adopt(value, type_hint))
+        self._bind(table, table.new_entry(value, type_hint))
+        table.adopt(self)
 
     @classmethod
     def _of(cls, table: RRefTable, record: OwnerEntry | UserRecord) -> RRef[Any]:
@@ -88,13 +95,13 @@ class RRef(Generic[T]):
         self._record = record
         self._type_future: torch.futures.Future[type] | None = None
         self._profiling_future: torch.futures.Future[Any] | None = None
+        self._handle = table.watch(self, record)
 
     def __del__(self) -> None:
-        # May run on any thread, between any two instructions, even while that thread holds the
-        # table's lock: it only leaves a note. See `RRefTable.note_death`.
-        record = getattr(self, "_record", None)
-        if record is not None:
-            self._table.note_death(record)
+        # May run on any thread, between any two instructions: see `telegrad.rpc.rref_housekeeper`.
+        handle = getattr(self, "_handle", None)
+        if handle is not None:
+            self._table.note_death(handle)
 
     # --- Who and where ---------------------------------------------------------------------------
 
@@ -170,14 +177,8 @@ class RRef(Generic[T]):
         if isinstance(self._record, OwnerEntry):
             value: T = self._owned(self._record)
             return value
-        here, there = self._table.worker_info(self._table.worker_id), self.owner()
-        raise RRefError(
-            f"For UserRRef(rref_id={text_of_id(self._record.rref_id)}, "
-            f"fork_id={text_of_id(self._record.fork_id)}), can't call localValue() on user "
-            f"WorkerInfo(id={here.id}, name={here.name}). Call it on owner "
-            f"WorkerInfo(id={there.id}, name={there.name}). "
-            "Can't call RRef.local_value() on a non-owner RRef."
-        )
+        here = self._table.worker_info(self._table.worker_id)
+        raise not_owner(self._record.rref_id, self._record.fork_id, here, self.owner())
 
     def _check_creation(self) -> None:
         if isinstance(self._record, OwnerEntry) and self._record.creation_error is not None:
@@ -190,6 +191,12 @@ class RRef(Generic[T]):
         return entry.wait(timeout)
 
     # --- Calls -----------------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise no_attribute(name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise not_callable("rpc_sync")
 
     def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> RRefProxy:
         """`rref.rpc_sync().method(...)` calls the value's method at its owner and waits."""

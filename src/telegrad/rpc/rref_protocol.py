@@ -55,10 +55,17 @@ was sent, so by then it has arrived or never will.
 The owner strikes off its forks, with tombstones. A user whose owner is lost fails and sends the
 owner nothing more; the parent of one that was not counted yet is told CHILD_ACCEPTED, for it may
 not have lost the owner, and waits. A parent stops waiting for a child on that worker; a child
-whose parent is lost goes on. A FORK that a dead worker had sent may still arrive after its loss was
-told. There is no list of dead workers, because a worker may come back under its id; instead the
-answer to it cannot be sent, which tells the machine of the loss again. That is why a failed `Send`
-must be answered with `WorkerDied`.
+whose parent is lost goes on.
+
+A loss is one worker's view. Others may have reached the same worker all the time, or again, as
+after a silence longer than the heartbeat, and may pass references to its values on. So what was
+open at a loss is over for good, and a reference that arrives later is a new matter: its FORK is
+sent, with a new attempt to connect.
+
+A FORK that a dead worker had sent may still arrive after its loss was told. There is no list of
+dead workers, because a worker may come back under its id; instead the answer to it cannot be sent,
+which tells the machine of the loss again. That is why a failed `Send` must be answered with
+`WorkerDied`.
 
 **What the machine cannot see**
 

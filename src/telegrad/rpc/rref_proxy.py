@@ -14,16 +14,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from telegrad.errors import RemoteError, SerializationError
+from telegrad.errors import SerializationError
 from telegrad.ids import RRefId
+from telegrad.rpc.arguments import in_words_of_caller
 from telegrad.rpc.kept_errors import fail
 from telegrad.rpc.options import UNSET_RPC_TIMEOUT, checked_timeout
 from telegrad.rpc.outcome import described_by_arguments
 from telegrad.rpc.rref_lookup import current_table
+from telegrad.rpc.rref_texts import no_method, not_callable
 from telegrad.rpc.waiting import CallFuture
 
 if TYPE_CHECKING:
@@ -34,6 +36,9 @@ __all__ = ["ASYNC_MARK", "RRefProxy", "type_of_owned"]
 
 ASYNC_MARK = "_wrapped_async_rpc_function"
 """The attribute by which a function says that it returns a future of its result."""
+
+_PLACES = {"args[2]": "args", "args[3]": "kwargs"}
+"""Where a method's arguments are among those of `call_owned`."""
 
 
 class RRefProxy:
@@ -49,7 +54,18 @@ class RRefProxy:
         self._timeout = checked_timeout(timeout) if timeout != UNSET_RPC_TIMEOUT else timeout
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        return partial(_invoke, self._rref, self._mode, name, self._timeout)
+        return _RemoteMethod(_invoke, self._rref, self._mode, name, self._timeout)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise not_callable("remote" if self._mode == "remote" else f"rpc_{self._mode}")
+
+
+class _RemoteMethod(partial[Any]):
+    """A method of a remote value, before it is called."""
+
+    def __repr__(self) -> str:
+        rref, _, name, _ = self.args
+        return f"<method {name!r} of a value on worker {rref.owner_name()!r}: call it>"
 
 
 def _invoke(
@@ -94,31 +110,24 @@ def _call(
 ) -> Any:
     function: Callable[..., Any] = call_owned
     is_scripted = issubclass(value_type, (torch.jit.ScriptModule, torch._C.ScriptModule))
-    if not is_scripted and hasattr(getattr(value_type, name), ASYNC_MARK):
-        function = call_owned_async
+    if not is_scripted:
+        try:
+            method = getattr(value_type, name)
+        except AttributeError:
+            raise no_method(value_type.__name__, name, rref.owner_name()) from None
+        if hasattr(method, ASYNC_MARK):
+            function = call_owned_async
     call_args = (rref.rref_id, name, args, kwargs)
     try:
         result = rref._table.call(mode, rref._owner_id, function, call_args, {}, timeout)
     except SerializationError as error:
-        raise _in_words_of_the_method(error) from error.__cause__
+        raise in_words_of_caller(error, _PLACES) from error.__cause__
     if mode == "async":
         result.add_done_callback(lambda _: rref)  # the fork lives until the call is over
     elif mode == "remote":
         # Here until the owner has found the value: it answers then.
         result._get_future().add_done_callback(lambda _: rref)
     return result
-
-
-def _in_words_of_the_method(error: SerializationError) -> SerializationError:
-    """Names the culprit by its place in what the program has passed to the method."""
-    path = error.path
-    if isinstance(error.__cause__, RemoteError):  # raised over there, about another call
-        return error
-    for ours, theirs in (("args[2]", "args"), ("args[3]", "kwargs")):
-        if path.startswith(ours):
-            better = theirs + path[len(ours) :]
-            return SerializationError(str(error).replace(path, better, 1), path=better)
-    return error
 
 
 # --- At the owner --------------------------------------------------------------------------------

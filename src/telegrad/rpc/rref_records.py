@@ -29,7 +29,7 @@ class Creation:
     __slots__ = ("_future", "_lock", "_outcome")
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards the two below
+        self._lock = threading.RLock()  # guards the two below; a destructor may come in between
         self._outcome: Exception | None = _PENDING
         self._future: torch.futures.Future[None] | None = None
 
@@ -89,7 +89,7 @@ class OwnerEntry:
         """Set when the value has gone to live in another form: gives it as it is now."""
         self.creation = Creation()
         self.creation_error: BaseException | None = None
-        self._lock = threading.Lock()  # guards the three below
+        self._lock = threading.RLock()  # guards the three below; a destructor may come in between
         self._value = value
         self._error: Exception | None = None
         self._callbacks: list[Callable[[OwnerEntry], None]] = []

@@ -1,12 +1,17 @@
 """The RRef protocol at work on one agent: `RRefTable`.
 
 It feeds the machine of `telegrad.rpc.rref_protocol` with what happens, and carries out what the
-machine asks for. One lock guards the machine and the two dicts that mirror it; messages are sent,
-callbacks run and values die after it is released.
+machine asks for. Each event is a step of `telegrad.locks.Turns`, so a destructor may make,
+pass on and use references wherever it comes; messages are sent, callbacks run and values die after
+a step. What a caller needs at once is in one of two dicts, which hold a new entry or user before
+the machine knows of it.
+
+Ctrl-C may end a step half-way on the main thread, and no other. So what programs do all the time,
+making references and passing them on, that thread leaves to the housekeeper's. The order of the
+steps stays, and nothing waits for them: what answers a message takes its own step behind.
 
 The death of a handle, and the passing of time, reach the table through
-`telegrad.rpc.rref_housekeeper`. What a garbage collection under the lock must
-not meet is a user's destructor that itself packs or makes an RRef; dying RRefs are no problem.
+`telegrad.rpc.rref_housekeeper`.
 """
 
 from __future__ import annotations
@@ -22,10 +27,12 @@ from typing import Any, NoReturn, Protocol
 
 from telegrad.errors import NotInitialized, RRefError, SerializationError, TelegradError, WorkerLost
 from telegrad.ids import ForkId, RRefId
+from telegrad.locks import Turns
 from telegrad.rpc import rref_events as ev
 from telegrad.rpc import rref_texts as texts
 from telegrad.rpc.rref import RRef, rebuild_rref
-from telegrad.rpc.rref_housekeeper import Housekeeper
+from telegrad.rpc.rref_housekeeper import Handle, Housekeeper
+from telegrad.rpc.rref_packed import Made, PackedReferences
 from telegrad.rpc.rref_protocol import RRefProtocol
 from telegrad.rpc.rref_records import Creation, OwnerEntry, UserRecord
 from telegrad.rpc.seams import Messenger, Timer
@@ -45,6 +52,11 @@ _CONTROL_KINDS = (
     Kind.RREF_DELETE,
     Kind.RREF_DELETED,
 )
+
+_OF_NEW_REFERENCES = (Kind.RREF_FORK, Kind.RREF_CHILD_ACCEPTED)
+"""What a new reference asks for. It may name a worker that counts as lost here: whoever passed the
+reference on has reached that worker since, and so may this one. Of what was open at the loss
+nothing is sent any more, so what follows is always about new references."""
 
 Fetch = Callable[[int, RRefId, ForkId, float], Any]
 """`fetch(owner, rref_id, fork_id, timeout)` gives a copy of the value."""
@@ -101,11 +113,12 @@ class RRefTable:
         self._messenger = messenger
         self._clock = clock
         self._ids = itertools.count(first_id)
+        self._main_thread = threading.main_thread().ident
         self._unpacking = _Unpacking()
         self._housekeeper = Housekeeper(f"telegrad-rrefs-{self.worker_id}", self._heed)
 
-        self._lock = threading.Lock()  # guards all below
-        self._settled = threading.Condition(self._lock)
+        self._turns = Turns("the table of references")  # guards all below
+        self._changed = threading.Event()  # since `flush` has looked last
         self._machine = RRefProtocol(messenger.worker_id, timing)
         self._entries: dict[RRefId, OwnerEntry] = {}
         self._users: dict[ForkId, UserRecord] = {}
@@ -150,18 +163,22 @@ class RRefTable:
             what is still open, in words; empty if all went well.
         """
         self.drain()
+        # Whoever keeps the KeyboardInterrupt of a call keeps what it was about to send.
+        self.abandon(self._housekeeper.take_unsent())
         self._apply([ev.FlushStarted()])
-        with self._settled:
-            self._is_flushing = True
-            self._others_stay = others_stay
-            end = None if timeout is None else time.monotonic() + timeout
-            open_before: list[str] = []
-            while not self._settled.wait_for(self._is_done, _least(end, patience)):
-                open_now = self._describe_open()
-                if open_now == open_before or (end is not None and time.monotonic() >= end):
-                    break
-                open_before = open_now
-            return self._describe_open()
+        self._is_flushing, self._others_stay = True, others_stay
+        end = None if timeout is None else time.monotonic() + timeout
+        open_before: list[str] = []
+        while True:
+            self._changed.clear()
+            is_done, open_now = self._turns.exclusively(
+                lambda: (self._is_done(), self._describe_open())
+            )
+            if is_done or (end is not None and time.monotonic() >= end):
+                return open_now
+            if not self._changed.wait(_least(end, patience)) and open_now == open_before:
+                return open_now
+            open_before = open_now
 
     def _is_done(self) -> bool:
         machine = self._machine
@@ -170,18 +187,22 @@ class RRefTable:
 
     def close(self) -> None:
         """Lets go of everything; whoever still waits is told. Values stay with local RRefs."""
-        with self._lock:
-            if self._is_closed:
-                return
-            self._is_closed = True
+        if self._is_closed:
+            return
+        self._is_closed = True
+        callbacks: list[Callable[[], None]] = []
+
+        def let_go() -> tuple[dict[RRefId, OwnerEntry], Timer | None]:
             entries, self._entries = self._entries, {}
             users, self._users = self._users, {}
             timer, self._timer = self._timer, None
-            callbacks: list[Callable[[], None]] = []
             for record in users.values():
                 error = partial(texts.deleted, record.rref_id, record.fork_id)
-                callbacks += self._fail(record, error)
-            self._settled.notify_all()
+                callbacks.extend(self._fail(record, error))
+            return entries, timer
+
+        entries, timer = self._turns.exclusively(let_go)
+        self._changed.set()
         if timer is not None:
             timer.cancel()
         for creation in list(self._creations.values()):
@@ -214,18 +235,22 @@ class RRefTable:
 
     # --- Creation, at the creator ----------------------------------------------------------------
 
-    def adopt(self, value: Any, type_hint: Any = None) -> OwnerEntry:
-        """A value of this worker's own. The caller makes its one handle."""
-        rref_id = RRefId(*self._new_id())
-        entry = OwnerEntry(rref_id, value, type_hint)
-        self._apply([ev.ValueMade(rref=rref_id)], entry=entry)
-        return entry
+    def new_entry(self, value: Any, type_hint: Any = None) -> OwnerEntry:
+        return OwnerEntry(RRefId(*self._new_id()), value, type_hint)
+
+    def adopt(self, rref: RRef[Any]) -> None:
+        """A value of this worker's own; `rref` is its one handle."""
+        entry = rref._record
+        if isinstance(entry, OwnerEntry) and not self._is_closed:
+            self._entries[entry.rref_id] = entry
+            self._apply_soon([ev.ValueMade(rref=entry.rref_id)], entry=entry)
 
     def new_owned(self) -> tuple[OwnerEntry, RRef[Any]]:
         """For `remote()` to oneself: the entry is to be filled by the caller."""
         entry = OwnerEntry(RRefId(*self._new_id()))
-        self._apply([ev.ValueMade(rref=entry.rref_id)], entry=entry)
-        return entry, RRef._of(self, entry)
+        rref = RRef._of(self, entry)
+        self.adopt(rref)
+        return entry, rref
 
     def new_user(self, owner: int) -> tuple[RRefId, ForkId, RRef[Any]]:
         """For `remote()` to another worker: the ids for its REMOTE message, and the reference.
@@ -234,18 +259,20 @@ class RRefTable:
         """
         rref_id, fork_id = RRefId(*self._new_id()), ForkId(*self._new_id())
         record = UserRecord(rref_id, fork_id, owner)
-        record.creation = self._creations[fork_id] = Creation()
         event = ev.CreationStarted(rref=rref_id, fork=fork_id, owner=owner)
         try:
-            self._apply([event], record=record)
-            return rref_id, fork_id, RRef._of(self, record)
+            record.creation = self._creations[fork_id] = Creation()
+            rref = RRef._of(self, record)
+            self._users[fork_id] = record
+            self._apply_soon([event], record=record)
+            return rref_id, fork_id, rref
         except BaseException as error:  # Ctrl-C: nobody knows of it yet
             self.creation_failed(fork_id, RRefError(f"it was not sent: {type(error).__name__}"))
             raise
 
     def creation_confirmed(self, fork_id: ForkId) -> None:
         """The owner has registered the fork; the function may still be running."""
-        self._apply([ev.CreationConfirmed(fork=fork_id)])
+        self._apply_soon([ev.CreationConfirmed(fork=fork_id)])
 
     def creation_finished(self, fork_id: ForkId) -> None:
         """The owner has answered the REMOTE request; a raised exception is an answer, too."""
@@ -256,20 +283,19 @@ class RRefTable:
 
     def creation_failed(self, fork_id: ForkId, error: Exception) -> None:
         """The REMOTE request ended in `error`, not in an answer."""
-        with self._lock:
+
+        def fail() -> list[Callable[[], None]]:
             record = self._users.get(fork_id)
             # Also if it was confirmed before: the call as a whole has failed.
-            callbacks = (
-                self._fail(record, lambda _: texts.creation_error(error))
-                if record is not None
-                else []
+            return (
+                [] if record is None else self._fail(record, lambda _: texts.creation_error(error))
             )
-        self._apply([ev.CreationFailed(fork=fork_id)])
+
+        # At once: whoever asks for the value next hears of it.
+        self._apply([ev.CreationFailed(fork=fork_id)], first=fail)
         creation = self._creations.pop(fork_id, None)
         if creation is not None:
             creation.settle(error)
-        for callback in callbacks:
-            callback()
 
     # --- At the owner ----------------------------------------------------------------------------
 
@@ -277,7 +303,7 @@ class RRefTable:
         """A REMOTE message has arrived. The caller runs the function and fills the entry, which
         is kept by nobody else if the creator has given up in the meantime."""
         event = ev.CreationArrived(rref=rref_id, fork=fork_id, creator=creator)
-        entry, _ = self._apply([event], want=rref_id)
+        entry = self._entry_after(event, rref_id)
         return entry if entry is not None else OwnerEntry(rref_id)
 
     def entry(self, rref_id: RRefId) -> OwnerEntry:
@@ -288,19 +314,36 @@ class RRefTable:
         """
         entry = self._entries.get(rref_id)
         if entry is None:
-            entry, _ = self._apply([ev.ValueWanted(rref=rref_id)], want=rref_id)
+            entry = self._entry_after(ev.ValueWanted(rref=rref_id), rref_id)
         if entry is None:
             raise texts.value_gone(rref_id, self.worker_id)
         return entry
 
+    def _entry_after(self, event: ev.Event, rref_id: RRefId) -> OwnerEntry | None:
+        self._apply([event])
+        return self._turns.exclusively(lambda: self._entries.get(rref_id))
+
     # --- Packing and unpacking -------------------------------------------------------------------
 
-    def reduce(self, rref: RRef[Any], destination: int | None) -> tuple[Any, tuple[Any]]:
-        """What the codec packs in the place of `rref`, in a message to worker `destination`."""
-        return rebuild_rref, (self.fork(rref, destination),)
+    def new_references(self) -> PackedReferences:
+        """For a message that is to be packed. If it goes without that it was sent, the references
+        in it are abandoned."""
+        housekeeper = self._housekeeper
+        return PackedReferences(self.abandon, housekeeper.unsent, housekeeper.note)
 
-    def fork(self, rref: RRef[Any], destination: int | None) -> tuple[Any, ...]:
+    def reduce(
+        self, rref: RRef[Any], destination: int | None, packed: PackedReferences | None = None
+    ) -> tuple[Any, tuple[Any]]:
+        """What the codec packs in the place of `rref`, in a message to worker `destination`."""
+        return rebuild_rref, (self.fork(rref, destination, packed),)
+
+    def fork(
+        self, rref: RRef[Any], destination: int | None, packed: PackedReferences | None = None
+    ) -> tuple[Any, ...]:
         """A child of `rref` as plain data; it must be unpacked once, or abandoned.
+
+        Args:
+            packed: is told of the child before anything else is, so that Ctrl-C cannot lose it.
 
         Raises:
             RRefError, WorkerLost: the reference is not good any more.
@@ -311,31 +354,32 @@ class RRefTable:
             raise RRefError(f"{rref} belongs to another agent than the one that packs it")
         parent = self.worker_id
         fork_id = ForkId(*self._new_id())
-        with self._lock:
-            if isinstance(record, OwnerEntry):
-                rref._check_creation()
-                if self._is_closed or self._machine.owned_state(record.rref_id) is None:
-                    raise texts.value_gone(record.rref_id, self.worker_id)
-                owner, parent_fork = self.worker_id, None
-                if destination is None:
-                    parent = ev.UNKNOWN_WORKER
-            else:
-                record.check("fork an UserRRef")
-                if not self._machine.can_pass(record.fork_id):
-                    raise texts.deleted(record.rref_id, record.fork_id, "fork an UserRRef")
-                owner, parent_fork = record.owner, record.fork_id
-            event = ev.ReferencePassed(
-                rref=record.rref_id,
-                fork=fork_id,
-                parent=parent_fork,
-                to=destination if destination is not None else ev.UNKNOWN_WORKER,
-            )
-            self._machine.handle(event, self._clock())  # has no effects
+        if isinstance(record, OwnerEntry):
+            rref._check_creation()
+            if self._entries.get(record.rref_id) is not record:
+                raise texts.value_gone(record.rref_id, self.worker_id)
+            owner, parent_fork = self.worker_id, None
+            if destination is None:
+                parent = ev.UNKNOWN_WORKER
+        else:
+            record.check("fork an UserRRef")
+            if self._users.get(record.fork_id) is not record:
+                raise texts.deleted(record.rref_id, record.fork_id, "fork an UserRRef")
+            owner, parent_fork = record.owner, record.fork_id
+        if packed is not None:
+            packed.made.append((record.rref_id, fork_id))
+        event = ev.ReferencePassed(
+            rref=record.rref_id,
+            fork=fork_id,
+            parent=parent_fork,
+            to=destination if destination is not None else ev.UNKNOWN_WORKER,
+        )
+        self._apply_soon([event])
         return (owner, *record.rref_id, *fork_id, parent, "")
 
-    def abandon(self, made: Iterable[tuple[RRefId, ForkId]]) -> None:
-        """These forks were packed into a message that was never sent."""
-        self._apply([ev.PassingAbandoned(rref=rref, fork=fork) for rref, fork in made])
+    def abandon(self, made: Iterable[Made]) -> None:
+        """These forks were packed into a message that was never sent, or were about to be."""
+        self._apply_soon([ev.PassingAbandoned(rref=rref, fork=fork) for rref, fork in made])
 
     def rebuild(self, fields: tuple[Any, ...]) -> RRef[Any]:
         """Unpacks what `fork` made."""
@@ -345,17 +389,25 @@ class RRefTable:
         rref_id, fork_id = RRefId(*fields[1:3]), ForkId(*fields[3:5])
         event = ev.ReferenceReceived(rref=rref_id, fork=fork_id, owner=owner, parent=parent)
         if owner == self.worker_id:
-            entry, _ = self._apply([event], want=rref_id)
+            entry = self._entries.get(rref_id)
             if entry is None:
-                entry = OwnerEntry(rref_id)
-                entry.set_error(texts.value_gone(rref_id, self.worker_id))
-            return RRef._of(self, entry)
-        new = UserRecord(rref_id, fork_id, owner)
-        _, record = self._apply([event], record=new)
-        if record is None:
-            new.error = partial(texts.deleted, rref_id, fork_id)
-            return RRef._of(self, new)
+                entry = self._entry_after(event, rref_id)
+                if entry is None:
+                    entry = OwnerEntry(rref_id)
+                    entry.set_error(texts.value_gone(rref_id, self.worker_id))
+                return RRef._of(self, entry)
+            rref = RRef._of(self, entry)
+            self._apply_soon([event])  # until then the fork keeps the value
+            return rref
+        if self._is_closed:
+            record = UserRecord(rref_id, fork_id, owner)
+            record.error = partial(texts.deleted, rref_id, fork_id)
+            return RRef._of(self, record)
+        record = self._users.setdefault(fork_id, UserRecord(rref_id, fork_id, owner))
         rref = RRef._of(self, record)
+        if parent == owner:
+            record.is_confirmed = True  # it counted this fork when it made it
+        self._apply_soon([event], record=record)
         if not record.is_settled:
             noted = self._unpacking.unconfirmed
             if len(noted) >= _MOST_NOTED:
@@ -382,14 +434,14 @@ class RRefTable:
             if next(waiting) == total:
                 callback()
 
+        def wait_for(record: OwnerEntry | UserRecord) -> list[Callable[[], None]]:
+            if isinstance(record, OwnerEntry) or record.is_settled or self._is_closed:
+                return [one_done]
+            record.callbacks.append(one_done)
+            return []
+
         for rref in rrefs:
-            record = rref._record
-            with self._lock:
-                is_waiting = isinstance(record, UserRecord) and not record.is_settled
-                if is_waiting and isinstance(record, UserRecord):
-                    record.callbacks.append(one_done)
-            if not is_waiting:
-                one_done()
+            self._apply([], first=partial(wait_for, rref._record))
         one_done()
 
     # --- What happens elsewhere ------------------------------------------------------------------
@@ -406,17 +458,24 @@ class RRefTable:
             ]
         )
 
-    def note_death(self, record: OwnerEntry | UserRecord) -> None:
+    def watch(self, rref: RRef[Any], record: OwnerEntry | UserRecord) -> Handle:
+        """Called before the machine counts the handle, so that none is lost on the way."""
+        fork_id = record.fork_id if isinstance(record, UserRecord) else None
+        return self._housekeeper.watch(rref, record.rref_id, fork_id)
+
+    def note_death(self, handle: Handle) -> None:
         if not self._is_closed:
-            fork_id = record.fork_id if isinstance(record, UserRecord) else None
-            self._housekeeper.note((record.rref_id, fork_id))
+            self._housekeeper.note((handle,))
 
     def drain(self) -> None:
         """Does what died handles and timers ask for, now. For tests, and tables not started."""
         self._housekeeper.drain()
 
-    def _heed(self, deaths: list[tuple[RRefId, ForkId | None]], deadlines: list[float]) -> None:
-        events: list[ev.Event] = [ev.HandleDied(rref=rref, fork=fork) for rref, fork in deaths]
+    def _heed(self, deaths: list[Handle], unsent: list[Made], deadlines: list[float]) -> None:
+        events: list[ev.Event] = [
+            ev.HandleDied(rref=handle.rref_id, fork=handle.fork_id) for handle in deaths
+        ]
+        events += [ev.PassingAbandoned(rref=rref, fork=fork) for rref, fork in unsent]
         self._apply(events, tick=self._armed_for in deadlines)  # others' timers were replaced
 
     # --- Carrying out ----------------------------------------------------------------------------
@@ -428,29 +487,53 @@ class RRefTable:
         tick: bool = False,
         entry: OwnerEntry | None = None,
         record: UserRecord | None = None,
-        want: RRefId | None = None,
         reason: str = "",
-    ) -> tuple[OwnerEntry | None, UserRecord | None]:
-        """Feeds the machine, and carries out what it asks for.
+        first: Callable[[], list[Callable[[], None]]] | None = None,
+    ) -> None:
+        """Feeds the machine, and carries out what it asks for. On return that has been done, unless
+        another step is just under way: then it follows that one.
 
         Args:
             tick: whether the armed timer has fired.
             entry: takes the place that the events open.
             record: the user that the events speak of.
-            want: whose entry to return.
-
-        Returns:
-            the entry of `want` as it is after the events, and the record that stands for `record`.
+            first: runs before the events, also if the table is closed; returns what is to be called
+                afterwards.
         """
+        self._turns.take(partial(self._step, events, tick, entry, record, reason, first))
+
+    def _apply_soon(
+        self,
+        events: list[ev.Event],
+        *,
+        entry: OwnerEntry | None = None,
+        record: UserRecord | None = None,
+        first: Callable[[], list[Callable[[], None]]] | None = None,
+    ) -> None:
+        """The same, but the main thread leaves it to the housekeeper's."""
+        if threading.get_ident() != self._main_thread or not self._housekeeper.is_running:
+            self._apply(events, entry=entry, record=record, first=first)
+            return
+        self._turns.leave(partial(self._step, events, False, entry, record, "", first))
+        self._housekeeper.note(())
+
+    def _step(
+        self,
+        events: list[ev.Event],
+        tick: bool,
+        entry: OwnerEntry | None,
+        record: UserRecord | None,
+        reason: str,
+        first: Callable[[], list[Callable[[], None]]] | None,
+    ) -> Callable[[], None] | None:
         sends: list[ev.Send] = []
-        later: list[Callable[[], None]] = []
-        trash: list[Any] = []  # dies with this frame, after the lock: values run user code
-        with self._lock:
-            if self._is_closed:
-                return None, None
-            now = self._clock()
+        later: list[Callable[[], None]] = first() if first is not None else []
+        trash: list[Any] = []  # dies after the step: values run user code
+        deadline: float | None = None
+        now = self._clock()
+        if not self._is_closed:
             if record is not None:
-                record = self._users.setdefault(record.fork_id, record)
+                self._users.setdefault(record.fork_id, record)
             effects: list[ev.Effect] = []
             if tick:
                 self._armed_for = None
@@ -462,7 +545,7 @@ class RRefTable:
                     case ev.Send():
                         sends.append(effect)
                     case ev.HoldValue(rref=rref):
-                        self._entries[rref] = entry if entry is not None else OwnerEntry(rref)
+                        self._entries.setdefault(rref, entry or OwnerEntry(rref))
                     case ev.DropValue(rref=rref, reason=why):
                         dropped = self._entries.pop(rref)
                         trash.append(dropped)
@@ -478,21 +561,32 @@ class RRefTable:
                         later += self._fail(user, partial(self._bad_user, user, why, reason))
                     case ev.ForgetUser(fork=fork):
                         trash.append(self._users.pop(fork))
-            wanted = self._entries.get(want) if want is not None else None
             deadline = self._machine.next_deadline()
             if deadline is not None and self._armed_for is not None:
                 deadline = deadline if deadline < self._armed_for else None
             if deadline is not None:
                 self._armed_for = deadline
-            if self._is_flushing and self._is_done():
-                self._settled.notify_all()
+            if self._is_flushing:
+                self._changed.set()
+        if deadline is None and not sends and not later and not trash:
+            return None
+        return partial(self._carry_out, deadline, now, sends, later, trash)
+
+    def _carry_out(
+        self,
+        deadline: float | None,
+        now: float,
+        sends: list[ev.Send],
+        later: list[Callable[[], None]],
+        trash: list[Any],
+    ) -> None:
+        trash.clear()
         if deadline is not None:
             self._arm(deadline, deadline - now)
         if sends:  # before the callbacks, which may run for long
             self._send(sends)
         for callback in later:
             callback()
-        return wanted, record
 
     def _send(self, sends: list[ev.Send]) -> None:
         """Messages of one kind to one worker travel together: references often die in swarms."""
@@ -501,7 +595,7 @@ class RRefTable:
             together.setdefault((send.to, send.message.kind), []).append(send.message.body())
         for (to, kind), bodies in together.items():
             try:
-                self._messenger.post(to, kind, bodies)
+                self._messenger.post(to, kind, bodies, reach=kind in _OF_NEW_REFERENCES)
             except WorkerLost as loss:
                 self._apply([ev.WorkerDied(worker=to)], reason=loss.reason)
             except TelegradError as error:
@@ -510,13 +604,16 @@ class RRefTable:
 
     def _arm(self, deadline: float, seconds: float) -> None:
         note = partial(self._housekeeper.note, deadline)
-        timer: Timer | None = self._messenger.call_later(max(0.0, seconds), note)
-        with self._lock:
+        timer = self._messenger.call_later(max(0.0, seconds), note)
+
+        def keep() -> list[Callable[[], None]]:
             # Another thread may have armed an earlier one in the meantime: that one stays.
+            unused: Timer | None = timer
             if deadline == self._armed_for and not self._is_closed:
-                timer, self._timer = self._timer, timer
-        if timer is not None:
-            timer.cancel()
+                unused, self._timer = self._timer, timer
+            return [] if unused is None else [unused.cancel]
+
+        self._apply([], first=keep)
 
     def _fail_value(self, entry: OwnerEntry, why: ev.Reason, reason: str) -> None:
         entry.set_error(self._lost_value(entry.rref_id, why, reason))
@@ -537,8 +634,7 @@ class RRefTable:
 
     def debug_info(self) -> dict[str, str]:
         """The counts of upstream's `_rref_context_get_debug_info`, under its names."""
-        with self._lock:
-            counts = self._machine.counts()
+        counts = self._turns.exclusively(self._machine.counts)
         return {
             "num_owner_rrefs": str(counts.owner_rrefs),
             "num_forks": str(counts.forks),
@@ -548,11 +644,11 @@ class RRefTable:
 
     def leak_report(self) -> list[str]:
         """One line for each reference that another worker still holds to a value here."""
-        with self._lock:
-            return [
-                f"Leaking RRef {texts.text_of_id(rref)} with fork Id {texts.text_of_id(fork)}"
-                for rref, fork, _ in self._machine.forks()
-            ]
+        forks = self._turns.exclusively(lambda: list(self._machine.forks()))
+        return [
+            f"Leaking RRef {texts.text_of_id(rref)} with fork Id {texts.text_of_id(fork)}"
+            for rref, fork, _ in forks
+        ]
 
     def check_leaks(self) -> None:
         """Raises: RRefError: other workers still hold references to values here."""

@@ -5,14 +5,24 @@ Some of the words are upstream's, because its suites and existing programs look 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from telegrad.drop_in import torch_phrase
 from telegrad.errors import RpcTimeout, RRefError, WorkerLost
 from telegrad.ids import ForkId, RRefId
+
+if TYPE_CHECKING:
+    from telegrad.rpc.rref_table import WorkerInfo
 
 __all__ = [
     "creation_error",
     "creator_lost",
     "deleted",
     "leak_error",
+    "no_attribute",
+    "no_method",
+    "not_callable",
+    "not_owner",
     "owner_lost",
     "text_of_id",
     "value_gone",
@@ -38,6 +48,43 @@ def creation_error(cause: BaseException) -> Exception:
         error = RRefError(text)
     error.__cause__ = cause
     return error
+
+
+def not_owner(rref_id: RRefId, fork_id: ForkId, here: WorkerInfo, owner: WorkerInfo) -> RRefError:
+    """`local_value()` at a user."""
+    return RRefError(
+        f"local_value() works only on the owner, worker {owner.name!r}; here, on {here.name!r}, "
+        "use to_here() for a copy, or rpc_sync().method(...) to call it there"
+        + torch_phrase(
+            f"For UserRRef(rref_id={text_of_id(rref_id)}, fork_id={text_of_id(fork_id)}), can't "
+            f"call localValue() on user WorkerInfo(id={here.id}, name={here.name}). Call it on "
+            f"owner WorkerInfo(id={owner.id}, name={owner.name}). "
+            "Can't call RRef.local_value() on a non-owner RRef."
+        )
+    )
+
+
+def no_attribute(name: str) -> AttributeError:
+    """An attribute of the value was asked of the reference."""
+    if name.startswith("_"):
+        return AttributeError(f"'RRef' object has no attribute {name!r}")
+    return AttributeError(
+        f"'RRef' object has no attribute {name!r}; to call a method of its value where it lives: "
+        f"rref.rpc_sync().{name}(...)"
+    )
+
+
+def not_callable(mode: str) -> TypeError:
+    """A reference, or its proxy, was called itself."""
+    return TypeError(f"a reference cannot be called: name a method, rref.{mode}().forward(...)")
+
+
+def no_method(type_name: str, name: str, owner: str) -> AttributeError:
+    """The value's class has no such method."""
+    return AttributeError(
+        f"{type_name} has no attribute {name!r} on worker {owner!r}: a reference calls methods of "
+        "its value's class; for anything else call a function that takes the reference"
+    )
 
 
 def deleted(rref_id: RRefId, fork_id: ForkId, attempt: str) -> RRefError:

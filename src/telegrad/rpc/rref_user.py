@@ -120,8 +120,8 @@ class UserLedger:
     def passed(self, fork: ForkId, parent: ForkId, to: int) -> list[Effect]:
         user = self._users.get(parent)
         if user is not None and user.state in _PASSABLE:
+            self._children[fork] = _Child(parent, to)  # first, for Ctrl-C between two steps
             user.children.add(fork)
-            self._children[fork] = _Child(parent, to)
         return []
 
     def received(

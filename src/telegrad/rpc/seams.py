@@ -49,11 +49,15 @@ class Messenger(Protocol):
     def name_of(self, worker: int) -> str:
         """What a worker is called, also one that is gone."""
 
-    def post(self, to: int, kind: Kind, body: Any) -> None:
+    def post(self, to: int, kind: Kind, body: Any, *, reach: bool = False) -> None:
         """Sends a message that has no answer; also to oneself.
 
         No order is promised between two posts. Returns once the bytes have left, so tensors in
         the body may be changed afterwards.
+
+        Args:
+            reach: tries to connect again to a peer that counts as lost. For messages about what
+                was learned after the loss; protocols have drawn their conclusions about the rest.
 
         Raises:
             WorkerLost: the peer is known to be gone. Otherwise its loss is told to the watchers.
@@ -144,7 +148,8 @@ class Recorder(Protocol):
         self, context_id: int, message_id: int, source: int, tensors: Sequence[torch.Tensor]
     ) -> Sequence[torch.Tensor]:
         """The message has arrived here: gives each of `tensors` its history. They required grad
-        where it was sent, and do no more.
+        where it was sent, and do no more. Outside of any context, by `NO_CONTEXT`, they have left
+        a history behind.
 
         Returns:
             the tensors to put in their places, in the same order.

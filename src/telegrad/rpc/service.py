@@ -16,19 +16,22 @@ from torch import is_grad_enabled
 from torch._C import _set_grad_enabled
 from torch.futures import Future
 
-from telegrad.errors import ProtocolError, TelegradError
+from telegrad.errors import NotAllowed, ProtocolError, SerializationError, TelegradError
 from telegrad.rpc.call_head import name_in
 from telegrad.rpc.conversation import Conversation
-from telegrad.rpc.functions import checked_future
+from telegrad.rpc.functions import checked_future, guarded
 from telegrad.rpc.network import Send
 from telegrad.rpc.outcome import describe_message, pack_failure
 from telegrad.rpc.peer import Peer
 from telegrad.rpc.seams import NO_CONTEXT, Handler, Recorder, Rescue
 from telegrad.rpc.worker_info import WorkerInfo
 from telegrad.transport.base import ConnectionClosed, TransportTimeout
+from telegrad.wire.allowed import AllowList
 from telegrad.wire.codec import Codec
-from telegrad.wire.frames import Flags, Frame, Kind, rider_size, split_rider
+from telegrad.wire.frames import Flags, Frame, Kind, Unread, rider_size, split_rider
 from telegrad.wire.references import function_named
+from telegrad.wire.tensors import is_leaf
+from telegrad.wire.unpacking import Attach
 
 __all__ = ["FrameHandler", "Service", "runs_without_gradients"]
 
@@ -93,6 +96,10 @@ class Service:
     def serve(self, source: int, frame: Frame, send: Send) -> None:
         """Runs a message that came in, and answers it now or, if it is deferred, later."""
         self.thread.has_called = False
+        depth = frame.flags & Flags.DEPTH
+        if depth:
+            frame.flags &= ~Flags.DEPTH
+        self.thread.depth = min(depth + Flags.DEPTH_ONE, Flags.DEPTH)
         counted = frame.kind is not Kind.GATHER  # those ask whether anything is going on
         if counted:
             self._begun.add()
@@ -129,6 +136,7 @@ class Service:
                     self._ended.add()
                 raise
         finally:
+            self.thread.depth = 0  # callbacks may run on this thread next
             for loan in frame.loans:
                 loan.end()
         if rider is not None:  # it has time: whoever waits, waits for the answer
@@ -215,20 +223,40 @@ class Service:
         return value, None
 
     def unpack_call(
-        self, source: int, frame: Frame, offset: int
+        self, source: int, frame: Frame, offset: int, attach: Attach | None = None
     ) -> tuple[Callable[..., Any], Sequence[Any], dict[str, Any]]:
-        """The function and arguments in a request, whose call head begins at `offset`."""
+        """The function and arguments in a request, whose call head begins at `offset`.
+
+        Args:
+            attach: gives the arguments their history, in the place of the recorder.
+        """
         name, start = name_in(frame.body, offset)
         payload = memoryview(frame.body)[start:]
-        if name:
-            args, kwargs = self.decode(source, frame, payload)  # references in it must be unpacked
+        allowed = self._codec.allowed
+        if allowed is not None:
+            func = self._allowed_function(allowed, name, payload)
+            args, kwargs = self.decode(source, frame, payload, attach)
+        elif name:
+            # Also if there is no such function: references in it must be unpacked.
+            args, kwargs = self.decode(source, frame, payload, attach)
             func = function_named(name)
         else:
-            func, args, kwargs = self.decode(source, frame, payload)
+            func, args, kwargs = self.decode(source, frame, payload, attach)
         self.admit()
         if self.stand_in is not None:
             func = self.stand_in(func)
         return func, args, kwargs or _NO_KWARGS
+
+    def _allowed_function(
+        self, allowed: AllowList, name: bytes, payload: memoryview
+    ) -> Callable[..., Any]:
+        try:
+            if not name:
+                allowed.refuse_by_value()
+            return guarded(allowed.function(name), allowed)
+        except (NotAllowed, SerializationError):
+            self._codec.discard(payload)
+            raise
 
     def context_of(self, frame: Frame) -> AbstractContextManager[None]:
         """The autograd context that a message belongs to, for the work it asks for."""
@@ -236,10 +264,18 @@ class Service:
             return nullcontext()
         return self.recorder.enter(frame.context_id)
 
-    def decode(self, source: int, frame: Frame, payload: bytes | memoryview) -> Any:
-        """What a message holds, with its history in the message's context."""
+    def decode(
+        self,
+        source: int,
+        frame: Frame,
+        payload: bytes | memoryview,
+        attach_plain: Attach | None = None,
+    ) -> Any:
+        """What a message holds, with its history: in the message's context, or by a plain call."""
+        if attach_plain is not None:
+            return self._codec.decode(payload, frame.buffers, attach_plain)
         context, recorder = frame.context_id, self.recorder
-        if context == NO_CONTEXT or recorder is None:
+        if recorder is None or (context == NO_CONTEXT and not frame.flags & Flags.HISTORY_LEFT):
             return self._codec.decode(payload, frame.buffers)
         has_history = False
 
@@ -249,7 +285,7 @@ class Service:
             return recorder.record_receive(context, frame.message_id, source, tensors)
 
         value = self._codec.decode(payload, frame.buffers, attach)
-        if not has_history:
+        if not has_history and context != NO_CONTEXT:
             recorder.record_receive(context, frame.message_id, source, [])
         return value
 
@@ -278,16 +314,18 @@ class Service:
                 keeps_histories = is_recorded or not frame.flags & Flags.NO_GRAD
                 with torch.set_grad_enabled(keeps_histories):
                     encoded = self._codec.encode(value, source, root="result")
-            message = -1
+            message, flags = -1, 0
             if frame.context_id != NO_CONTEXT and self.recorder is not None:
                 message = self.recorder.record_send(frame.context_id, source, encoded.tensors)
+            elif encoded.tensors and not all(map(is_leaf, encoded.tensors)):
+                flags = Flags.HISTORY_LEFT
         except Exception as error:  # noqa: BLE001 - a result that cannot be sent fails its call
             self.answer_failure(source, frame, send, error)
             return
         try:
             send(
                 Kind.REPLY,
-                0,
+                flags,
                 frame.call_id,
                 frame.context_id,
                 message,
@@ -295,12 +333,17 @@ class Service:
                 encoded.buffers,
             )
         except (ConnectionClosed, TransportTimeout):
-            return  # the caller gave up, left or died: nobody waits for this
+            # The caller gave up, left or died: nobody unpacks this.
+            if encoded.references is not None:
+                encoded.references.abandon()
+            return
         if message != -1 and self.recorder is not None:
             self.recorder.foresee(frame.context_id, message)
 
     def answer_failure(self, source: int, frame: Frame, send: Send, error: BaseException) -> None:
         """Answers a message with an exception."""
+        if isinstance(frame.buffers, Unread):
+            error = SerializationError(frame.buffers.reason)  # all else follows from that
         if frame.flags & Flags.NO_ANSWER:
             if isinstance(error, Exception):
                 self._post_failed(source, frame.kind, frame.body, error)
@@ -362,6 +405,10 @@ class _Thread(threading.local):
     conversation: Conversation | None = None
     has_called = False
     """It has called other workers since it began to serve a message, and may have waited."""
+    depth = 0
+    """Of the calls that it makes, as in `Flags.DEPTH`: 0 unless it serves one itself."""
+    is_own = False
+    """It was started by the agent: others may wait for what it does."""
 
 
 class _Tally:
@@ -372,7 +419,7 @@ class _Tally:
     def __init__(self) -> None:
         self.add = itertools.count().__next__
         self._looks = 0
-        self._lock = threading.Lock()  # guards the number of looks
+        self._lock = threading.RLock()  # guards the number of looks
 
     def look(self) -> int:
         with self._lock:

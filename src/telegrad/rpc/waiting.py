@@ -6,9 +6,11 @@ has failed and its future goes without that anybody has asked how it ended, the 
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
 from torch.futures import Future
@@ -42,6 +44,22 @@ class CallFuture(Future[T]):
             value: T = wait_for(self)  # only there are signals heeded
             return value
         return super().wait()
+
+    def result(self) -> T:
+        """The same as `wait`, under the name that Python's own futures have for it."""
+        return self.wait()
+
+    def __await__(self) -> Generator[Any, None, T]:
+        """`await future` waits for it in a coroutine, without blocking its event loop."""
+        done: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+        def finish(_: Future[T]) -> None:
+            if done.set_running_or_notify_cancel():  # the coroutine may have been cancelled
+                done.set_result(None)
+
+        self.add_done_callback(finish)
+        yield from asyncio.wrap_future(done).__await__()
+        return self.value()
 
     def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:
         outcome: CallFuture[S] = CallFuture()

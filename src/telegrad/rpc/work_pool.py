@@ -1,13 +1,27 @@
-"""Threads that run asynchronous calls.
+"""Threads that run asynchronous calls, and what has to be done aside.
 
-A call may block on another call that waits in the same queue, at any depth. So the pool has a
-usual size and no fixed end: when tasks wait and no thread has finished anything between two ticks
-of the clock, all threads are taken to be blocked and more are started. They go away again when
-they have nothing to do, but for one.
+**How many.** A pool starts up to `usual_size` threads as tasks come. Beyond that it grows only when
+it does not move: tasks wait, for a fifth of a second none has begun, and the process computes
+little. Then all its threads are taken to be blocked in a program's own code (asleep, reading a
+file, waiting for a lock), and more are started, up to `most`. Tasks beyond that wait in the queue.
+But one of them may be what the others wait for, an event that is set by a later call, say; no count
+of threads can tell. So a pool that has stood still for two seconds at its limit gets one more
+thread, with a warning in the log: nothing deadlocks, and nobody gets a thread for each call.
 
-If the system gives no thread, a task waits for those that there are, and each tick tries again:
-whoever submits it has done its part, and must not fail for that. The one that stays sees to it
-that a task does not wait for a thread while there is nothing else to do.
+**Nested calls** wait for each other at any depth, and a limit on all threads together would
+deadlock them. So a call travels with its depth: 0 if a thread of the program has made it, else one
+more than that of the call that made it; and `CallPools` has a pool for each depth. A call waits
+only for deeper ones, and those have threads of their own. The last pool, for all depths from
+`DEEPEST` on, has no limit. Synchronous calls need no pool: each has a lane, with a thread at its
+other end.
+
+**Messages of our own** (signs of life, the bookkeeping of references, the ends of calls) have a
+pool apart, without a limit, so that they do not wait behind calls.
+
+Threads go away again when they have nothing to do, but for one. If the system gives no thread, a
+task waits for those that there are, and each tick tries again: whoever submits it has done its
+part, and must not fail for that. The one that stays sees to it that a task does not wait for a
+thread while there is nothing else to do.
 
 A task that comes when the pool is closed has a thread of its own: it may be what ends a wait, of a
 call for which a connection was just being opened, say.
@@ -16,19 +30,28 @@ call for which a connection was just being opened, say.
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 from telegrad.forks import leave_at_fork
 
-__all__ = ["WorkPool"]
+__all__ = ["DEEPEST", "CallPools", "WorkPool"]
 
 _log = logging.getLogger("telegrad.rpc")
 
 _IDLE_SECONDS = 5.0
-_GROWTH = 16  # threads started at once when all are blocked
+_GROWTH = 16  # threads started at once, at most
+_STILL_TICKS = (
+    10  # ticks of the clock without a task begun, after which all are taken to be blocked
+)
+_STUCK_TICKS = 100  # the same for a pool at its limit
+_BUSY = 0.5  # seconds of processor time in a second, with which a process is not blocked
+DEEPEST = 15
+"""The last depth of calls that is told apart."""
 _FIRST_PAUSE, _LAST_PAUSE = 0.0002, 0.005  # seconds
 
 Task = Callable[[], None]
@@ -41,18 +64,25 @@ class WorkPool:
         name: prefix of the threads' names.
         usual_size: how many threads are started before tasks wait.
         on_thread_start: runs first in each thread.
+        most: how many threads there may be, unless all of them are stuck.
     """
 
-    def __init__(self, name: str, usual_size: int, on_thread_start: Task) -> None:
+    def __init__(
+        self, name: str, usual_size: int, on_thread_start: Task, most: float = math.inf
+    ) -> None:
         self._name = name
         self._usual_size = usual_size
+        self._most = most
         self._on_thread_start = on_thread_start
         self._queue: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
-        self._counts_lock = threading.Lock()  # guards the counts and the set below
+        # Guards the counts and the set below. A destructor that makes a call may come in between.
+        self._counts_lock = threading.RLock()
         self._waiting = 0  # threads without a task
         self._backlog = 0  # tasks without a thread
         self._started = 0  # tasks ever begun
         self._started_at_last_tick = 0
+        self._still_ticks = 0
+        self._still_since = 0.0, 0.0  # by the clock, and in processor time
         self._threads: set[threading.Thread] = set()
         self._is_closed = False
         self._is_silent = False  # closed, and leaves undone what comes
@@ -101,13 +131,49 @@ class WorkPool:
         with self._counts_lock:
             return self._waiting
 
-    def tick(self) -> None:
-        """Starts more threads if tasks wait and nothing moves."""
+    def tick(self, senders: int = 0) -> None:
+        """Starts more threads if tasks wait and nothing moves.
+
+        Args:
+            senders: threads of the process that wait for a peer to take their answers. Where these
+                are many, more threads would do no more than wait with them.
+        """
         with self._counts_lock:
-            is_stuck = self._backlog > self._waiting and self._started == self._started_at_last_tick
+            is_still = self._backlog > self._waiting and self._started == self._started_at_last_tick
+            is_still = is_still and senders < max(1, len(self._threads) // 2)
             self._started_at_last_tick = self._started
-            growth = min(self._backlog, _GROWTH) if is_stuck else 0
-        for _ in range(growth):
+            self._still_ticks = self._still_ticks + 1 if is_still else 0
+            if self._still_ticks == 1:
+                self._still_since = time.monotonic(), time.process_time()
+            room = self._most - len(self._threads)
+            growth = 0
+            if is_still and len(self._threads) < self._usual_size:
+                growth = 1  # the system had none to give
+            elif room <= 0 and self._still_ticks >= _STUCK_TICKS:
+                growth = 1
+            elif self._still_ticks >= _STUCK_TICKS or (
+                self._still_ticks >= _STILL_TICKS and not self._is_computing()
+            ):
+                growth = int(max(0, min(self._backlog, 1 + len(self._threads) // 4, _GROWTH, room)))
+            if growth or not is_still:
+                self._still_ticks = 0
+        if growth and room <= 0:
+            _log.warning(
+                "%s: %d calls are blocked and %d wait for a thread; one more is started, for they "
+                "may wait for each other",
+                self._name,
+                len(self._threads),
+                self._backlog,
+            )
+        self._start_threads(growth)
+
+    def _is_computing(self) -> bool:
+        """Whether it looks still because the processors are busy: more threads do not help then."""
+        since, used = self._still_since
+        return time.process_time() - used > _BUSY * (time.monotonic() - since)
+
+    def _start_threads(self, count: int) -> None:
+        for _ in range(count):
             if not self._start_thread():
                 break
 
@@ -121,7 +187,7 @@ class WorkPool:
             if pause < _LAST_PAUSE:
                 pause *= 2
             else:
-                self.tick()
+                self._start_threads(min(self._backlog, _GROWTH))
 
     def close(self, timeout: float) -> None:
         """Ends the threads; those still in user code after `timeout` seconds are left behind."""
@@ -144,18 +210,18 @@ class WorkPool:
     def leave_to_parent(self) -> None:
         """In a forked child: the tasks are the parent's. The one that has forked may be a thread of
         this pool, and ends with its task."""
-        self._counts_lock = threading.Lock()
+        self._counts_lock = threading.RLock()
         self._is_closed = self._is_silent = True
         self._queue = queue.SimpleQueue()
         self._queue.put(None)
 
     def _start_thread(self) -> bool:
+        thread = threading.Thread(
+            target=self._run, name=f"{self._name}-call-{len(self._threads)}", daemon=True
+        )
         with self._counts_lock:
             if self._is_closed:
                 return False
-            thread = threading.Thread(
-                target=self._run, name=f"{self._name}-call-{len(self._threads)}", daemon=True
-            )
             try:
                 thread.start()
             except RuntimeError as error:
@@ -197,6 +263,61 @@ class WorkPool:
         finally:
             with self._counts_lock:
                 self._threads.discard(threading.current_thread())
+
+
+class CallPools:
+    """A pool for each depth of calls, made at first use.
+
+    Args:
+        name, usual_size, on_thread_start, most: see `WorkPool`.
+    """
+
+    def __init__(self, name: str, usual_size: int, on_thread_start: Task, most: int) -> None:
+        self._new: list[Callable[[], WorkPool]] = [
+            partial(WorkPool, name, usual_size, on_thread_start, most) for _ in range(DEEPEST)
+        ]
+        self._new.append(partial(WorkPool, name, usual_size, on_thread_start))
+        self._pools: dict[int, WorkPool] = {0: self._new[0]()}
+        self._is_closed = False
+
+    def start(self) -> None:
+        """Raises: RuntimeError: the system gives no thread."""
+        self._pools[0].start()
+
+    def submit(self, depth: int, task: Task) -> None:
+        pool = self._pools.get(depth)
+        if pool is None:
+            pool = self._pools.setdefault(depth, self._new[depth]())
+            if self._is_closed:
+                pool.close(0.0)
+        pool.submit(task)
+
+    @property
+    def idle_threads(self) -> int:
+        return sum(pool.idle_threads for pool in self._all())
+
+    def tick(self, senders: int = 0) -> None:
+        for pool in self._all():
+            pool.tick(senders)
+
+    def drain(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        for pool in self._all():
+            pool.drain(max(0.0, deadline - time.monotonic()))
+
+    def close(self, timeout: float) -> None:
+        self._is_closed = True
+        deadline = time.monotonic() + timeout
+        for pool in self._all():
+            pool.close(max(0.0, deadline - time.monotonic()))
+
+    def fall_silent(self, timeout: float) -> None:
+        self._is_closed = True
+        for pool in self._all():
+            pool.fall_silent(timeout)
+
+    def _all(self) -> list[WorkPool]:
+        return list(self._pools.values())
 
 
 def _run_guarded(task: Task) -> None:

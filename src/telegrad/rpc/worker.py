@@ -30,6 +30,8 @@ from telegrad.rpc.remote import RemoteReferences
 from telegrad.rpc.rendezvous import Directory, Record, host_identity, meet
 from telegrad.rpc.worker_info import WorkerInfo
 from telegrad.threads import heed_num_threads
+from telegrad.transport.handshake import derive_key
+from telegrad.wire.allowed import AllowList
 from telegrad.wire.frames import Kind
 
 __all__ = ["Extension", "Worker", "extensions", "start_worker"]
@@ -60,25 +62,25 @@ class Worker:
         self,
         info: WorkerInfo,
         incarnation: bytes,
-        secret: bytes,
+        key: bytes,
         options: RpcOptions,
         directory: Directory,
     ) -> None:
         self.info = info
         self.directory = directory
         self.references = RemoteReferences()
+        self.references.codec.allowed = options.allow_list()
         self.agent = Agent(
             info,
             incarnation,
-            secret,
+            key,
             options,
             directory,
             self.references.codec,
             self._begin_thread,
         )
-        predecessor = directory.predecessor()
-        self._predecessor = predecessor
-        self.references.connect(self.agent, is_successor=predecessor is not None)
+        self._predecessor = directory.predecessor()
+        self.references.connect(self.agent)
         self.gatherings = Gatherings(self.agent)
         self.agent.handle(Kind.MEMBERS, self._on_membership)
         self.extensions = {name: make(self.agent) for name, make in extensions.items()}
@@ -87,15 +89,20 @@ class Worker:
         self._closing_lock = threading.Lock()  # one thread closes
         leave_at_fork(self)
 
+    @property
+    def allowed(self) -> AllowList | None:
+        """What others may run here; None if anything."""
+        return self.references.codec.allowed
+
     def _begin_thread(self, _agent: Agent) -> None:
         current.act_for(self)
         heed_num_threads()
 
-    def start(self) -> None:
+    def start(self, *, all_local: bool) -> None:
         """Listens, publishes where, and waits for the rest of the group."""
         network, directory = self.agent.network, self.directory
         predecessor = self._predecessor
-        record = network.listen(all_local=directory.all_on_one_host(host_identity()))
+        record = network.listen(all_local=all_local)
         if predecessor is not None and network.answers(predecessor):
             raise TelegradError(
                 f"rank {self.info.id} is taken: worker {predecessor.name!r} runs under it"
@@ -195,6 +202,15 @@ class Worker:
 
     def _gather(self, workers: list[int], value: Any, deadline: float) -> list[Any]:
         found = self.gatherings.gather(workers, value, timeout=_left(deadline), forgive_losses=True)
+        for worker, silence in self.agent.network.given_up.items():
+            if worker in workers and worker not in found:
+                name = self.agent.name_of(worker)
+                raise WorkerLost(
+                    f"worker {self.info.name!r} ends without worker {name!r}, which may still need "
+                    f"it: {silence} (RpcOptions.heartbeat_timeout sets how much is allowed)",
+                    worker=name,
+                    reason=silence,
+                )
         return [found[worker] for worker in sorted(found)]
 
     def _activity(self) -> tuple[int, int, int]:
@@ -372,12 +388,14 @@ def _start_worker(
     info = WorkerInfo(name, rank)
     directory = Directory(store, rank, size)
     directory.declare()
-    secret = directory.secret(options.configured_secret())
-    worker = Worker(info, secrets.token_bytes(16), secret, options, directory)
+    configured = options.configured_secret()
+    all_local = directory.all_on_one_host(host_identity())
+    secret = directory.secret(configured, all_local=all_local, has_certificates=bool(options.tls))
+    worker = Worker(info, secrets.token_bytes(16), derive_key(secret), options, directory)
     try:
         if prepare is not None:
             prepare(worker)
-        worker.start()
+        worker.start(all_local=all_local)
     except BaseException:
         worker.close()
         raise

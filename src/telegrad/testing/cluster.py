@@ -65,10 +65,28 @@ class Cluster:
 
     def wait_until_ready(self, name: str) -> None:
         """Returns when the worker has joined the group; ends at the latest when it dies."""
+        while self._hear(name) != "ready":
+            pass
+
+    def wait_until_started(self, name: str) -> None:
+        """Returns when the worker's process runs, or ends at the latest when it dies."""
+        self._hear(
+            name,
+            ". A script that uses cluster() needs \"if __name__ == '__main__':\" around it, "
+            "because each worker imports the script",
+        )
+
+    def _hear(self, name: str, hint: str = "") -> str:
         try:
-            self._lines[name].recv()
+            word: str = self._lines[name].recv()
         except EOFError:
-            raise RuntimeError(f"{name} ended before it had joined the group") from None
+            process = self._processes[name]
+            process.join(_PATIENCE)
+            raise RuntimeError(
+                f"{name} ended with exit code {process.exitcode} before it had joined the group"
+                + hint
+            ) from None
+        return word
 
     def pid(self, name: str) -> int:
         pid = self._processes[name].pid
@@ -79,6 +97,11 @@ class Cluster:
         """`kill -9`; returns when the process is gone."""
         self._expected_dead.add(name)
         os.kill(self.pid(name), signal.SIGKILL)
+        self._processes[name].join()
+
+    def end(self, name: str) -> None:
+        """Lets the worker shut down gracefully; returns when its process has ended."""
+        self._lines[name].send("finish")
         self._processes[name].join()
 
     def expect_death(self, name: str) -> None:
@@ -145,6 +168,8 @@ def cluster(
         try:
             for rank in range(1, size):
                 group.start(f"worker{rank}", rank)
+            for rank in range(1, size):  # one that cannot even start is not waited for
+                group.wait_until_started(f"worker{rank}")
             rpc.init_rpc(
                 "worker0", rank=0, world_size=group.size, rpc_backend_options=group.options
             )
@@ -161,6 +186,9 @@ def cluster(
 def _work(
     name: str, rank: int, size: int | None, options: rpc.RpcOptions, line: Connection
 ) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for worker0, which ends the others
+    with contextlib.suppress(OSError):  # whoever started this one is gone: found out below
+        line.send("started")
     rpc.init_rpc(name, rank=rank, world_size=size, rpc_backend_options=options)
     try:
         line.send("ready")

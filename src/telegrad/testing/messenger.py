@@ -198,7 +198,7 @@ class SimulatedMessenger:
     def name_of(self, worker: int) -> str:
         return f"worker{worker}"
 
-    def post(self, to: int, kind: Kind, body: Any) -> None:
+    def post(self, to: int, kind: Kind, body: Any, *, reach: bool = False) -> None:
         receiver = self._network.messenger(to)
         self._network.send(
             to, kind, lambda: receiver._deliver(kind, self._worker_id, body), reliably=False

@@ -109,6 +109,37 @@ class Connection(Protocol):
         """Sends one message, straight from the buffers' memory; returns when it has been handed
         over, so that the memory may change afterwards."""
 
+    def send_without_waiting(
+        self,
+        kind: Kind,
+        flags: int = 0,
+        call_id: int = 0,
+        context_id: int = -1,
+        message_id: int = -1,
+        body: Sequence[bytes | memoryview] = (),
+        buffers: Sequence[memoryview] = (),
+    ) -> None:
+        """Sends as much of a message as the peer takes at once. If `has_rest` is true afterwards,
+        `send_rest` must be called before anything else is sent; the memory must stay until then.
+
+        An exception, Ctrl-C among them, leaves the stream whole: either nothing of the message has
+        been sent, or the rest of it stays for `send_rest`."""
+
+    @property
+    def messages_begun(self) -> int:
+        """How many messages `send_without_waiting` has sent, whole or in part."""
+
+    @property
+    def has_rest(self) -> bool:
+        """Whether a message has been sent in part."""
+
+    def send_rest(self) -> None:
+        """Sends the rest of it, and waits until the peer has taken it."""
+
+    @property
+    def peer_process(self) -> int:
+        """The id of the process at the other end, if it runs on this host and is known; else 0."""
+
     def receive(self) -> Frame:
         """The next message."""
 
@@ -117,6 +148,14 @@ class Connection(Protocol):
 
     def receive_bytes(self, length: int) -> bytes:
         """Exactly `length` bytes of a handshake."""
+
+    def channel_binding(self) -> bytes:
+        """Bytes that the two ends of this connection have in common, and no other connection has;
+        empty where nobody can stand in between, or where encryption was switched off.
+
+        Raises:
+            AuthenticationError: the other end is a process of another user.
+        """
 
     def poll(self) -> bool:
         """Whether `receive` would not wait."""

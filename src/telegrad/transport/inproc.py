@@ -10,6 +10,7 @@ import itertools
 import queue
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 from telegrad.transport.base import ConnectionClosed, MemorySharing, TransportTimeout
 from telegrad.wire.frames import Frame, Kind
@@ -35,6 +36,7 @@ class InprocConnection:
         self._outbox = outbox
         self._has_ended = has_ended
         self.reads = 0
+        self.messages_begun = 0
         self._timeout: float | None = None
         self._is_closed = threading.Event()
         self._pending = b""
@@ -53,6 +55,16 @@ class InprocConnection:
         copies = [bytearray(buffer) for buffer in buffers]
         frame = Frame(kind, flags, call_id, context_id, message_id, b"".join(body), list(copies))
         self._put(frame)
+
+    def send_without_waiting(self, *message: Any) -> None:
+        self.send(*message)  # a queue takes everything at once
+        self.messages_begun += 1
+
+    has_rest = False
+    peer_process = 0  # it is this one
+
+    def send_rest(self) -> None:
+        pass
 
     def send_bytes(self, data: bytes) -> None:
         self._put(bytes(data))
@@ -76,6 +88,9 @@ class InprocConnection:
             self._pending += item
         data, self._pending = self._pending[:length], self._pending[length:]
         return data
+
+    def channel_binding(self) -> bytes:
+        return b""  # both ends are this process
 
     def _get(self) -> Frame | bytes:
         if self._is_closed.is_set():

@@ -140,11 +140,14 @@ class Patience:
         if self._resting:
             self._resting -= 1
             return False
-        if not _looking.acquire(blocking=False):
-            global _turned_away
-            _turned_away += 1
-            return False
+        is_looking: list[bool] = []
         try:
+            # Noted in the step that takes it: Ctrl-C between two would keep it for good.
+            is_looking.extend(map(_looking.acquire, (False,)))
+            if not is_looking[0]:
+                global _turned_away
+                _turned_away += 1
+                return False
             turned_away = _turned_away
             now = _now()
             end = now + self._window
@@ -166,7 +169,8 @@ class Patience:
                 self._rest = _FIRST_REST
                 return True
         finally:
-            _looking.release()
+            if is_looking and is_looking[0]:
+                _looking.release()
         self._trust -= 1
         if self._trust <= 0:
             self._trust = 1  # one more chance after the rest

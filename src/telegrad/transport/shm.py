@@ -176,7 +176,7 @@ class SharedMemory:
     def __init__(self, max_idle: int = 1 << 28, max_age: float = 2.0) -> None:
         self._max_idle = max_idle
         self._max_age = max_age
-        self._lock = threading.Lock()  # guards the two tables below
+        self._lock = threading.RLock()  # guards the two tables below
         self._own: dict[int, _Segment] = {}
         self._theirs: dict[int, mmap.mmap] = {}
         self._spares: dict[_Loan, None] = {}  # changes by single steps, also in the collector
@@ -349,7 +349,7 @@ class SharedMemory:
             self._spares.clear()
 
     def leave_to_parent(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._closed = True
         for loan in list(self._spares):
             loan.claim()  # or else whoever holds it gives it back
@@ -407,7 +407,8 @@ def _data_of(mapping: mmap.mmap) -> Any:
 
 def _view(mapping: mmap.mmap, unused: Callable[[], None]) -> memoryview:
     """The data of a segment; `unused` is called when nobody has a view of it any more."""
-    return memoryview(lend(mapping, _DATA, len(mapping) - _DATA, unused)).cast("B")
+    array = lend(mapping, _DATA, len(mapping) - _DATA, unused, is_shared=True)
+    return memoryview(array).cast("B")
 
 
 def _length_of(data: Sequence[memoryview]) -> int:

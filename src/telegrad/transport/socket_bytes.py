@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import array
 import functools
+import os
 import select
 import socket
 import struct
@@ -17,6 +18,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from telegrad.errors import AuthenticationError
 from telegrad.transport.base import ConnectionClosed, TransportTimeout
 from telegrad.transport.patience import Patience
 from telegrad.transport.shared_buffers import ANCILLARY, SharedBuffers
@@ -30,7 +32,9 @@ JOINED_UP_TO = 1 << 12
 _MOST_PARTS = 512  # of one gather-write; IOV_MAX is 1024
 _FIRST_STEP = 1 << 20  # a body grows as its bytes come: nothing is allocated on a header's word
 _REST_SECONDS = 100e-6
+_ROOM_SECONDS = 0.02  # to wait for room before a message is left to a thread that waits for it
 _NOTABLE = 0.1  # seconds of a timeout: to tell the kernel costs as much as a small message
+_CREDENTIALS = struct.Struct("3i")  # process, user, group
 _CUT = int(socket.MSG_CTRUNC)  # descriptors came, and there was no room for them in this process
 
 
@@ -51,6 +55,9 @@ class SocketBytes:
         self._timeout: float | None = None
         self._until: float | None = None
         self._shared: SharedBuffers | None = None  # keeps the descriptors that come along
+        self.messages_begun = 0
+        self._rest: list[Any] = []  # of a message that was sent in part
+        self._rest_descriptors: Sequence[int] = ()
 
     # -- writing
 
@@ -76,6 +83,53 @@ class SocketBytes:
             raise TransportTimeout from None
         except OSError as error:
             raise ConnectionClosed(str(error)) from None
+
+    def _write_what_fits(self, parts: list[Any], descriptors: Sequence[int]) -> None:
+        """Writes as much as there is room for; the rest stays for `send_rest`."""
+        written: list[int] = []
+        is_over = False
+        try:
+            # The count is noted in the same step of the interpreter that writes: Ctrl-C between
+            # two steps would lose it, and with it where in the stream the next message begins.
+            if len(parts) == 1 and not descriptors:
+                try:
+                    written.extend(map(self._socket.send, parts, (socket.MSG_DONTWAIT,)))
+                except BlockingIOError:  # a peer that reads makes room sooner than a thread starts
+                    if is_ready(self._socket, select.POLLOUT, _ROOM_SECONDS):
+                        written.extend(map(self._socket.send, parts, (socket.MSG_DONTWAIT,)))
+            else:
+                rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
+                written.extend(
+                    map(
+                        self._socket.sendmsg,
+                        (parts[:_MOST_PARTS],),
+                        (rights if descriptors else (),),
+                        (socket.MSG_DONTWAIT,),
+                    )
+                )
+            is_over = True
+        except BlockingIOError:
+            is_over = True
+        except OSError as error:
+            raise ConnectionClosed(str(error)) from None
+        finally:
+            if written:
+                self.messages_begun += 1
+                self._rest = _after(parts, written[0])
+            elif is_over:
+                self.messages_begun += 1
+                self._rest, self._rest_descriptors = parts, descriptors
+
+    @property
+    def has_rest(self) -> bool:
+        return bool(self._rest)
+
+    def send_rest(self) -> None:
+        """To be called on a thread that no signal interrupts, while no other one writes."""
+        try:
+            self._write(self._rest, self._rest_descriptors, sum(map(len, self._rest)))
+        finally:
+            self._rest, self._rest_descriptors = [], ()
 
     def _write_more(self, parts: list[Any]) -> int:
         if self._until is None:
@@ -204,6 +258,13 @@ class SocketBytes:
         self._take_into(memoryview(data))
         return bytes(data)
 
+    def channel_binding(self) -> bytes:
+        """Empty: nobody can stand between two processes of one user (`SO_PEERCRED`), and a bare
+        TCP connection has nothing to bind to."""
+        if self._socket.family == socket.AF_UNIX:
+            _check_peer_user(self._socket)
+        return b""
+
     # -- the socket
 
     def set_timeout(self, seconds: float | None, until: float | None = None) -> None:
@@ -220,6 +281,19 @@ class SocketBytes:
     def fileno(self) -> int:
         return self._socket.fileno()
 
+    @property
+    def peer_process(self) -> int:
+        if self._socket.family != socket.AF_UNIX:
+            return 0
+        try:
+            found = self._socket.getsockopt(
+                socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
+            )
+        except OSError:
+            return 0  # it has ended
+        process: int = _CREDENTIALS.unpack(found)[0]
+        return process
+
     def interrupt(self) -> None:
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -235,6 +309,20 @@ def is_ready(sock: socket.socket, event: int, seconds: float) -> bool:
     except ValueError:
         return True  # it is closed: the next step tells
     return bool(poller.poll(max(0.0, seconds) * 1000))
+
+
+def _check_peer_user(sock: socket.socket) -> None:
+    try:
+        found = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    except OSError as error:
+        raise ConnectionClosed(str(error)) from None
+    _, user, _ = _CREDENTIALS.unpack(found)
+    if user != os.geteuid():
+        raise AuthenticationError(
+            f"the process at the other end of the Unix socket runs as user {user}, and this one as "
+            f"user {os.geteuid()}: start all workers of a host as one user, or with "
+            "RpcOptions(transport='tcp', secret=...)"
+        )
 
 
 def _after(parts: list[Any], sent: int) -> list[Any]:

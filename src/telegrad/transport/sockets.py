@@ -16,6 +16,8 @@ from telegrad.wire.memory import BufferPool
 
 __all__ = ["SocketListener", "TcpTransport", "UnixTransport"]
 
+_MOST_PROBES = 127  # the kernel's limit
+
 
 class SocketListener:
     """Accepts connections; the transport says how one becomes a message stream."""
@@ -92,10 +94,13 @@ class TcpTransport:
     """TCP, with or without TLS.
 
     Args:
+        scheme: how addresses of this kind begin.
         host: the address to listen at.
         port: 0 lets the system choose.
-        server_tls, client_tls: contexts that demand and check the other end's certificate.
-        busy_wait: seconds to look for a message before sleeping; not with TLS.
+        server_tls, client_tls: contexts of both ends of a session; without them nothing is
+            encrypted.
+        busy_wait: seconds to look for a message before sleeping.
+        heartbeat: seconds between signs of life, and seconds of silence that mean a loss.
     """
 
     def __init__(
@@ -103,15 +108,19 @@ class TcpTransport:
         pool: BufferPool,
         limits: Limits,
         *,
+        scheme: str = "tcp",
         host: str = "127.0.0.1",
         port: int = 0,
         server_tls: ssl.SSLContext | None = None,
         client_tls: ssl.SSLContext | None = None,
         busy_wait: float = DEFAULT_WINDOW,
+        heartbeat: tuple[float, float] = (2.0, 30.0),
     ) -> None:
         self._busy_wait = busy_wait
+        self._heartbeat = heartbeat
         self._pool = pool
         self._limits = limits
+        self._scheme = scheme
         self._host = host
         self._port = port
         self._server_tls = server_tls
@@ -121,11 +130,10 @@ class TcpTransport:
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         sock = socket.create_server((self._host, self._port), family=family, backlog=1024)
         port = sock.getsockname()[1]
-        scheme = "tls" if self._server_tls else "tcp"
-        return SocketListener(self, sock, f"{scheme}:{self._host}:{port}")
+        return SocketListener(self, sock, f"{self._scheme}:{self._host}:{port}")
 
     def accepted(self, sock: socket.socket) -> Connection:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._prepare(sock)
         if self._server_tls is None:
             return SocketConnection(sock, self._pool, self._limits, self._busy_wait)
         # The TLS handshake happens at the first read, in the thread of this connection: a silent
@@ -133,7 +141,20 @@ class TcpTransport:
         wrapped = self._server_tls.wrap_socket(
             sock, server_side=True, do_handshake_on_connect=False
         )
-        return TlsConnection(wrapped, self._pool, self._limits)
+        return TlsConnection(wrapped, self._pool, self._limits, self._busy_wait)
+
+    def _prepare(self, sock: socket.socket) -> None:
+        """Lets the kernel end a connection that the network has forgotten, in about the time after
+        which the heartbeat would: only one of several connections has a heartbeat."""
+        interval, timeout = self._heartbeat
+        pause = max(1, round(min(interval, timeout / 2)))
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, pause)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, pause)
+        probes = min(max(1, round((timeout - pause) / pause)), _MOST_PROBES)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, probes)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(timeout * 1000))
 
     def connect(self, address: str, timeout: float) -> Connection:
         _, _, rest = address.partition(":")
@@ -141,11 +162,11 @@ class TcpTransport:
         sock: socket.socket | None = None
         try:
             sock = socket.create_connection((host, int(port)), timeout)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._prepare(sock)
             if self._client_tls is not None:
                 sock = self._client_tls.wrap_socket(sock, server_hostname=host)
                 sock.settimeout(None)
-                return TlsConnection(sock, self._pool, self._limits)
+                return TlsConnection(sock, self._pool, self._limits, self._busy_wait)
             sock.settimeout(None)
         except OSError as error:
             if sock is not None:

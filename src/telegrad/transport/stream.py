@@ -27,6 +27,7 @@ from telegrad.wire.frames import (
     Limits,
     Loan,
     Unread,
+    over_limits,
     pack_header,
     unpack_header,
     whole_frame,
@@ -102,6 +103,35 @@ class SocketConnection(SocketBytes):
             raise
         if shared is not None:
             shared.sent(placement)
+
+    def send_without_waiting(
+        self,
+        kind: Kind,
+        flags: int = 0,
+        call_id: int = 0,
+        context_id: int = -1,
+        message_id: int = -1,
+        body: Sequence[bytes | memoryview] = (),
+        buffers: Sequence[memoryview] = (),
+    ) -> None:
+        length = sum(map(len, body))
+        header = pack_header(kind, flags, len(buffers), call_id, context_id, message_id, length)
+        if not buffers:
+            is_short = HEADER.size + length <= JOINED_UP_TO
+            self._write_what_fits([b"".join((header, *body))] if is_short else [header, *body], ())
+            return
+        shared = self._shared
+        placement = Placement(buffers) if shared is None else shared.place(buffers)
+        begun_before = self.messages_begun
+        try:
+            parts = [header, placement.table, *body, *placement.streamed]
+            self._write_what_fits(parts, placement.descriptors)
+        finally:
+            if shared is not None:
+                if self.messages_begun == begun_before:
+                    shared.not_sent(placement)
+                else:
+                    shared.sent(placement)
 
     # -- receiving
 
@@ -187,13 +217,17 @@ class SocketConnection(SocketBytes):
         buffers: Sequence[Any] = []
         loans: list[Loan] = []
         if not buffer_count:
-            body = self._take(length)
+            if length <= self._limits.max_body:
+                body = self._take(length)
+            else:
+                body, buffers = self._skip_message(length, [])
         else:
             table = list(BUFFER.iter_unpack(self._take(buffer_count * BUFFER.size)))
-            if sum(entry[0] for entry in table) > self._limits.max_message:
-                raise ProtocolError(f"a message is over {self._limits.max_message} bytes")
-            body = self._take(length)
-            buffers = self._read_buffers(table, loans)
+            if over_limits(length, sum(entry[0] for entry in table), self._limits):
+                body, buffers = self._skip_message(length, table)
+            else:
+                body = self._take(length)
+                buffers = self._read_buffers(table, loans)
         if self._start == self._end:
             self._start = self._end = 0
         if kind is Kind.WAKE:
@@ -202,6 +236,24 @@ class SocketConnection(SocketBytes):
             self._accept_mailbox()
             return None
         return Frame(kind, flags, call_id, context_id, message_id, body, buffers, loans)
+
+    def _skip_message(
+        self, length: int, table: list[tuple[int, int, int]]
+    ) -> tuple[bytes, Sequence[Any]]:
+        """Reads a message that is too large, and keeps nothing of it but why."""
+        self._skip(length)
+        loans: list[Loan] = []
+        for size, segment, note in table:
+            if not segment:
+                self._skip(size)
+            elif self._shared is not None:
+                self._shared.received(size, segment, note, loans)
+        if self._shared is not None:
+            self._shared.message_read()
+        for loan in loans:
+            loan.end()
+        size = sum(entry[0] for entry in table)
+        return b"", Unread(over_limits(length, size, self._limits))
 
     def _read_buffers(self, table: list[tuple[int, int, int]], loans: list[Loan]) -> Sequence[Any]:
         buffers: list[Any] = []

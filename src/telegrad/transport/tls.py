@@ -1,26 +1,64 @@
-"""Messages over TLS."""
+"""Messages over TLS: with the user's certificates, or anonymously, with the secret as the proof.
+
+An anonymous session agrees on fresh keys (ECDHE) and encrypts and authenticates everything
+(AES-GCM), but does not say with whom. That is what the handshake adds: both ends prove the secret
+over the session's channel binding (`tls-unique`, RFC 5929), which differs between the two sessions
+of a man in the middle. TLS 1.2 needs a certificate for this; the one in `anonymous.pem` is the same
+everywhere, its key is public, and nobody checks it.
+
+All sessions are of TLS 1.2, because Python gives no channel binding of TLS 1.3. `tls-unique` is
+sound where sessions are neither resumed nor renegotiated, so both are switched off.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
 import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
+from importlib import resources
 from typing import Any
 
+from telegrad.errors import ProtocolError
 from telegrad.transport.base import ConnectionClosed, TransportTimeout
-from telegrad.transport.socket_bytes import is_ready
+from telegrad.transport.socket_bytes import READ_AHEAD, is_ready
 from telegrad.transport.stream import POOLED_FROM, SocketConnection
 from telegrad.wire.frames import Limits
 from telegrad.wire.memory import BufferPool
 
-__all__ = ["TlsConnection"]
+__all__ = ["TlsConnection", "anonymous_contexts", "restrict"]
+
+_CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"
+
+
+def restrict(context: ssl.SSLContext) -> None:
+    """Allows only what the channel binding is sound with: see the top of this file."""
+    context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_2
+    context.set_ciphers(_CIPHERS)
+    context.options |= ssl.OP_NO_TICKET | ssl.OP_NO_RENEGOTIATION | ssl.OP_NO_COMPRESSION
+
+
+def anonymous_contexts() -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """The contexts of a listening and a connecting end that show no identity."""
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    with resources.as_file(resources.files(__package__) / "anonymous.pem") as path:
+        server.load_cert_chain(path)
+    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client.check_hostname = False
+    client.verify_mode = ssl.CERT_NONE
+    for context in (server, client):
+        restrict(context)
+    return server, client
+
+
+_RECORD = 1 << 14  # the most bytes that TLS encrypts together
 
 
 class TlsConnection(SocketConnection):
-    """Over TLS, which has no gather-write, no kernel timeouts and no descriptors.
+    """Over TLS, which has no gather-write and no kernel timeouts, and passes no descriptors.
 
     OpenSSL keeps one state for both directions, so its steps are taken one at a time, under a lock;
     nobody waits under it, for the socket does not block. (Newer Pythons have a lock of their own
@@ -29,10 +67,18 @@ class TlsConnection(SocketConnection):
 
     _socket: ssl.SSLSocket
 
-    def __init__(self, sock: ssl.SSLSocket, pool: BufferPool, limits: Limits) -> None:
-        super().__init__(sock, pool, limits)
+    def __init__(
+        self, sock: ssl.SSLSocket, pool: BufferPool, limits: Limits, busy_wait: float = 0.0
+    ) -> None:
+        super().__init__(sock, pool, limits, busy_wait)
         sock.setblocking(False)
-        self._step_lock = threading.Lock()  # one step of OpenSSL at a time
+        self._step_lock = threading.RLock()  # one step of OpenSSL at a time
+
+    def channel_binding(self) -> bytes:
+        binding = self._socket.get_channel_binding("tls-unique")
+        if not binding:  # the TLS handshake comes first
+            raise ProtocolError("the TLS session has no channel binding")
+        return binding
 
     def _write(self, parts: list[Any], descriptors: Sequence[int], total: int) -> None:
         small = b"".join(bytes(part) for part in parts if len(part) < POOLED_FROM)
@@ -42,6 +88,25 @@ class TlsConnection(SocketConnection):
             left = memoryview(part).cast("B")
             while left:
                 left = left[self._complete(lambda data=left: self._socket.send(data)) :]  # type: ignore[misc]
+
+    def _write_what_fits(self, parts: list[Any], descriptors: Sequence[int]) -> None:
+        # One record leaves as a whole or not at all, wherever Ctrl-C interrupts this thread. More
+        # than one is left to a thread that no signal interrupts.
+        self._rest = [b"".join(parts)] if sum(map(len, parts)) <= _RECORD else parts
+        self.messages_begun += 1
+        if len(self._rest) == 1:
+            try:
+                with self._step_lock:
+                    self._socket.send(self._rest[0])
+                self._rest = []
+            except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                pass  # there is no room for it now
+            except (OSError, ValueError) as error:
+                self._rest = []
+                raise ConnectionClosed(str(error)) from None
+            except BaseException:
+                self._rest = []
+                raise
 
     def _read_into(self, target: memoryview) -> int:
         count = self._complete(lambda: self._socket.recv_into(target))
@@ -82,6 +147,10 @@ class TlsConnection(SocketConnection):
                 event = select.POLLOUT
             except ssl.SSLError as error:
                 self.reads += 1  # something came, and it was no good
+                # With bytes left unread, closing would reset the connection, and the other end
+                # would not see the alert that OpenSSL has sent it.
+                with contextlib.suppress(OSError):
+                    socket.socket.recv(self._socket, READ_AHEAD)
                 raise ConnectionClosed(f"TLS failed: {error.reason or error}") from None
             except (OSError, ValueError) as error:
                 raise ConnectionClosed(str(error)) from None
@@ -94,13 +163,23 @@ class TlsConnection(SocketConnection):
     def poll(self) -> bool:
         if self._end > self._start:
             return True
-        # That the socket is readable does not tell: TLS has messages of its own. So read ahead.
+        # That the socket is readable does not tell: it may be a part of a record. So read ahead.
         count = self._try_read(self._ahead)
         self._start, self._end = 0, max(0, count)
         return count != 0  # if it has ended, `receive` tells
 
-    def fileno(self) -> int:
-        return -1  # that the socket is readable does not tell: TLS has messages of its own
+    # What OpenSSL has read and not handed out does not show at the descriptor. That is the rest of
+    # a record of which a part was read: neither sessions nor keys are renewed, and OpenSSL reads
+    # no further than one record.
+
+    def has_more(self) -> bool:
+        return self._socket.pending() > 0 or super().has_more()
+
+    def glance(self) -> bool:
+        return super().glance() or self._socket.pending() > 0
+
+    def rest(self) -> bool:
+        return not self._socket.pending() and super().rest()
 
     def set_timeout(self, seconds: float | None, until: float | None = None) -> None:
         self._timeout, self._until = seconds, until

@@ -60,6 +60,7 @@ class WrappedConnection:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
+        self.messages_begun = 0
 
     @property
     def reads(self) -> int:
@@ -77,6 +78,21 @@ class WrappedConnection:
     ) -> None:
         self._connection.send(kind, flags, call_id, context_id, message_id, body, buffers)
 
+    def send_without_waiting(self, *message: Any) -> None:
+        self.messages_begun += 1  # how much of it has left, if it is interrupted, is not known
+        self.send(*message)  # waits: what a wrapper does to a message, it does in `send`
+
+    @property
+    def has_rest(self) -> bool:
+        return False
+
+    def send_rest(self) -> None:
+        pass  # there never is one
+
+    @property
+    def peer_process(self) -> int:
+        return self._connection.peer_process
+
     def receive(self) -> Frame:
         return self._connection.receive()
 
@@ -85,6 +101,9 @@ class WrappedConnection:
 
     def receive_bytes(self, length: int) -> bytes:
         return self._connection.receive_bytes(length)
+
+    def channel_binding(self) -> bytes:
+        return self._connection.channel_binding()
 
     def poll(self) -> bool:
         return self._connection.poll()

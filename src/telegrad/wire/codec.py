@@ -7,8 +7,8 @@ needs no pickle at all: small tensors as the arguments, a small tensor as the re
 The first byte of a payload says which of these it is.
 
 What is trusted: the stream, since peers have proved the cluster's secret and may run any function
-anyway. What is not: the table, whose every number is checked, because a mistake in it would be
-memory that is not ours instead of an exception.
+anyway, unless there is an allow-list (`allowed`). What is not: the table, whose every number is
+checked, because a mistake in it would be memory that is not ours instead of an exception.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ import pickle
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from telegrad.errors import ProtocolError, SerializationError, TelegradError
+from telegrad.errors import NotAllowed, ProtocolError, SerializationError, TelegradError
+from telegrad.wire.allowed import AllowList, loads_data
 from telegrad.wire.culprit import describe_type, locate, missing_global
 from telegrad.wire.frames import Limits
 from telegrad.wire.packing import pack
@@ -30,7 +31,7 @@ from telegrad.wire.small import pack_small, unpack_small
 from telegrad.wire.tensors import MAGIC, is_plain
 from telegrad.wire.unpacking import Attach, end_of_table, give_grad, unpack
 
-__all__ = ["Codec", "Encoded", "Packet", "Reducer", "head_of_packet"]
+__all__ = ["Codec", "Encoded", "Packet", "Reducer", "References", "head_of_packet"]
 
 _loads = pickle.loads
 _dumps = pickle.dumps
@@ -60,6 +61,16 @@ _TENSORS_ONLY = frozenset((Tensor,))
 _SIMPLE = frozenset((Tensor, int, float, bool, str, bytes, type(None)))
 
 
+class References(Protocol):
+    """What a message holds that ends if the message is not sent."""
+
+    def leave(self) -> None:
+        """The message is about to be sent; from now on its sender calls `abandon` if it fails."""
+
+    def abandon(self) -> None:
+        """The message will not be unpacked."""
+
+
 @dataclass(slots=True)
 class Encoded:
     """An encoded value.
@@ -70,13 +81,13 @@ class Encoded:
             sender's memory itself, and keep it alive: send them before the tensors are changed.
         tensors: the tensors in the value that require grad, in the table's order: the originals,
             with their history.
-        references: those in the value that end with it, if it is not sent.
+        references: those in the value, if any.
     """
 
     payload: bytes
     buffers: list[memoryview]
     tensors: list[Tensor]
-    references: Sequence[Any] = ()
+    references: References | None = None
 
 
 @dataclass(slots=True)
@@ -108,6 +119,8 @@ class Codec:
     def __init__(self, reducers: Mapping[type, Reducer] | None = None) -> None:
         self.limits = Limits()
         """What the readers of its messages accept: anything larger is not encoded."""
+        self.allowed: AllowList | None = None
+        """What is decoded builds nothing else, if set."""
         self._reducers = dict(reducers or {})
         self._handlers: dict[type, Any] = {}
         self._idle: list[ValuePickler] = []
@@ -248,11 +261,15 @@ class Codec:
             ("max_message", sum(b.nbytes for b in encoded.buffers), limits.max_message),
         ):
             if size > limit:
-                unit = "large tensors" if name == "max_buffers" else "bytes"
+                what = {"args": "arguments are"}.get(root, f"{root} is")
+                amounts = [
+                    f"{count} large tensors" if name == "max_buffers" else _amount(count)
+                    for count in (size, limit)
+                ]
                 raise SerializationError(
-                    f"the {root} is too large to send: {size} {unit} are over the limit of {limit} "
-                    f"({name} in the limits of RpcOptions). Send it in parts, or raise the limit "
-                    "on all workers"
+                    f"the {what} too large to send: {amounts[0]}, and the limit is {amounts[1]} "
+                    f"(Limits.{name}). Send less at a time, or raise RpcOptions(limits=...) on all "
+                    "workers"
                 )
 
     def decode(
@@ -288,7 +305,7 @@ class Codec:
                     else:
                         give_grad(entries, need_grad, attach)
                 if tag == _MIXED:
-                    return _mixed(view[position:], entries), None
+                    return self._mixed(view[position:], entries), None
                 if tag != _SMALL:
                     if position != len(view):
                         raise ProtocolError("damaged message: it is longer than its tensors")
@@ -311,12 +328,40 @@ class Codec:
                 position = 0
             stream = view[position:]
         try:
+            if self.allowed is not None:
+                return self.allowed.loads(stream, buffers=entries)
             return _loads(stream, buffers=entries)
+        except NotAllowed:
+            self._not_decoded(stream)
+            raise
         except (TelegradError, KeyboardInterrupt):
             raise
         except BaseException as error:  # a module that exits when it is imported, say
             self._not_decoded(stream)
             raise _decoding_error(stream, error) from error
+
+    def discard(self, payload: bytes | memoryview) -> None:
+        """A value is not going to be decoded: lets go of what it refers to."""
+        tag = payload[0] if len(payload) else 0
+        view = memoryview(payload)
+        if tag == MAGIC:
+            self._not_decoded(view[end_of_table(view) :])
+        elif tag == _SMALL:
+            self._not_decoded(view[unpack_small(view, 1)[2] :])
+        elif tag == _PICKLE:
+            self._not_decoded(view)
+
+    def _mixed(self, stream: memoryview, tensors: list[Tensor]) -> tuple[Any, ...]:
+        """The arguments of a call: all that are no tensors, and the tensors between them."""
+        try:
+            rest = _loads(stream) if self.allowed is None else loads_data(stream)
+            given = iter(tensors)
+            args = tuple([next(given) if arg is None else arg[0] for arg in rest])
+        except Exception as error:
+            raise ProtocolError(f"damaged arguments: {error!r}") from error
+        if next(given, None) is not None:
+            raise ProtocolError("damaged arguments: there are more tensors than places")
+        return args
 
     def _not_decoded(self, stream: bytes | bytearray | memoryview) -> None:
         """A pickle could not be loaded, or only in part."""
@@ -359,19 +404,6 @@ def _assembled(pickler: ValuePickler, apart: bool) -> Encoded:
     return Encoded(b"".join(table.pieces + chunks), table.buffers, table.tensors)
 
 
-def _mixed(stream: memoryview, tensors: list[Tensor]) -> tuple[Any, ...]:
-    """The arguments of a call: all that are no tensors, and the tensors between them."""
-    try:
-        rest = _loads(stream)
-        given = iter(tensors)
-        args = tuple([next(given) if arg is None else arg[0] for arg in rest])
-    except Exception as error:
-        raise ProtocolError(f"damaged arguments: {error!r}") from error
-    if next(given, None) is not None:
-        raise ProtocolError("damaged arguments: there are more tensors than places")
-    return args
-
-
 def head_of_packet(payload: bytes | memoryview) -> memoryview:
     """The head of an encoded packet, whatever state its tensors are in.
 
@@ -388,6 +420,14 @@ def head_of_packet(payload: bytes | memoryview) -> memoryview:
     return view[_PACKET.size : end]
 
 
+def _amount(nbytes: int) -> str:
+    """Bytes as people say them, if there are many."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6)):
+        if nbytes >= size:
+            return f"{nbytes / size:.3g} {unit}"
+    return f"{nbytes} bytes"
+
+
 def _is_tensor(value: object) -> bool:
     return isinstance(value, Tensor)
 
@@ -402,7 +442,8 @@ def _decoding_error(
             return SerializationError(
                 f"the value needs {name!r} of module {module!r}, which the worker that unpacks it "
                 f"cannot find ({reason}); make the module importable there, in the same version as "
-                f"on the sender, or define the function where all workers import it"
+                "on the sender, and define the function or class at its top level (not under "
+                '"if rank == 0" or in a notebook cell)'
             )
     return SerializationError(
         f"the value could not be rebuilt where it was unpacked: {type(error).__name__}: {error}"

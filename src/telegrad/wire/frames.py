@@ -8,8 +8,9 @@
     stream   the bytes of those buffers that are not in shared memory, in order
 
 The header says all sizes, so a reader knows before it allocates anything whether a frame is within
-its limits. A frame that lies about them is a `ProtocolError`, and ends the connection: after it,
-nothing on that stream means anything.
+its limits. One that is not is skipped, and fails the call that it belongs to. A frame that lies
+about its sizes is a `ProtocolError`, and ends the connection: after it, nothing on that stream
+means anything.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ __all__ = [
     "Loan",
     "Unread",
     "kind_of",
+    "over_limits",
     "pack_header",
     "pack_rider",
     "rider_size",
@@ -43,10 +45,10 @@ __all__ = [
     "whole_frame",
 ]
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 MAGIC = 0x4754  # "TG", read as little-endian
 
-HEADER = struct.Struct("<HBBIqqqI")
+HEADER = struct.Struct("<HHHHqqqI")
 _SIZE = HEADER.size
 _unpack = HEADER.unpack_from
 BUFFER = struct.Struct("<QII")
@@ -76,7 +78,12 @@ class Kind(IntEnum):
     RREF_CHILD_ACKNOWLEDGED = 24
     RREF_DELETE = 25
     RREF_DELETED = 26
-    # Autograd
+    # Plain autograd
+    PLAIN_CALL = 30
+    PLAIN_RELEASE = 31
+    PLAIN_ASK = 32
+    PLAIN_GRADIENTS = 33
+    # Autograd contexts
     GRADIENTS = 40
     PASS_ANSWER = 41
     PASS_GATHER = 42
@@ -119,6 +126,14 @@ class Flags:
     """The body begins with another message, a post."""
     NO_GRAD: Final = 8
     """The caller has switched gradients off: what is computed for it has no history."""
+    HISTORY_LEFT: Final = 16
+    """An answer outside of any context: something in it has a history, which stays behind."""
+    RESENT: Final = 32
+    """A second copy of a request, whose first one was on a lane that broke. In a receipt: the
+    request has begun by its first copy."""
+    DEPTH: Final = 0xF00
+    """Four bits that are a number: how many calls the call is nested in; 15 for more."""
+    DEPTH_ONE: Final = 0x100
 
 
 _RIDER_HEAD = struct.Struct("<BI")  # kind, length
@@ -171,17 +186,42 @@ class Loan(Protocol):
 
 
 class Unread(Sequence[Any]):
-    """In the place of buffers for which there was no memory or no descriptor here: whoever decodes
-    their message is told. That ends the call, and not the connection."""
+    """In the place of buffers that were not taken: whoever decodes their message is told why. That
+    ends the call, and not the connection."""
 
-    def __len__(self) -> int:
-        raise SerializationError(
+    def __init__(
+        self,
+        reason: str = (
             "the large tensors of a message were not received: there was no memory or no file "
             "descriptor for them (see `ulimit -n`)"
-        )
+        ),
+    ) -> None:
+        self.reason = reason
+
+    def __len__(self) -> int:
+        raise SerializationError(self.reason)
 
     def __getitem__(self, index: Any) -> Any:
         return len(self)
+
+
+def over_limits(body: int, buffers: int, limits: Limits) -> str:
+    """What is to be said of a message that is too large to be taken; empty if it is not.
+
+    Args:
+        body: bytes of it besides its large tensors.
+        buffers: bytes of these.
+    """
+    for name, size, limit in (
+        ("max_body", body, limits.max_body),
+        ("max_message", buffers, limits.max_message),
+    ):
+        if size > limit:
+            return (
+                f"a message was not received: its {size} bytes are over the limit of {limit} there "
+                f"({name} in the limits of RpcOptions, which should be the same on all workers)"
+            )
+    return ""
 
 
 @dataclass(slots=True)
@@ -205,13 +245,20 @@ class Limits:
 
     Args:
         max_body: bytes of a message besides its large tensors.
-        max_buffers: how many large tensors a message may have.
+        max_buffers: how many large tensors a message may have; 65535 at most.
         max_message: bytes of all its large tensors.
+
+    Raises:
+        ValueError: `max_buffers` is more than that.
     """
 
     max_body: int = 1 << 30
-    max_buffers: int = 1 << 16
+    max_buffers: int = (1 << 16) - 1
     max_message: int = 1 << 36
+
+    def __post_init__(self) -> None:
+        if self.max_buffers >= 1 << 16:
+            raise ValueError(f"max_buffers must be at most 65535, got {self.max_buffers}")
 
 
 pack_header: Callable[[int, int, int, int, int, int, int], bytes] = partial(HEADER.pack, MAGIC)
@@ -230,8 +277,6 @@ def unpack_header(data: bytes | bytearray | memoryview, offset: int, limits: Lim
     if magic != MAGIC:
         raise ProtocolError(f"the stream does not hold a telegrad frame (it begins {magic:#06x})")
     known = _KINDS.get(kind) or kind_of(kind)
-    if body > limits.max_body:
-        raise ProtocolError(f"a body of {body} bytes is over the limit of {limits.max_body}")
     if buffers > limits.max_buffers:
         raise ProtocolError(f"{buffers} buffers are over the limit of {limits.max_buffers}")
     return known, flags, buffers, call_id, context_id, message_id, body
@@ -249,7 +294,7 @@ def whole_frame(message: bytes, limits: Limits) -> Frame:
         raise ProtocolError(f"a message is shorter than its header: {error}") from None
     kind = _KINDS.get(number)
     is_whole = magic == MAGIC and not buffers and length == len(message) - _SIZE
-    if kind is None or not is_whole or length > limits.max_body:
+    if kind is None or not is_whole:
         unpack_header(message, 0, limits)  # it knows better what is the matter
         raise ProtocolError("a message is not as long as it says")
     return Frame(kind, flags, call_id, context_id, message_id, message[_SIZE:], [])

@@ -11,6 +11,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from telegrad.wire.aliases import Relations, relate
 from telegrad.wire.small import bytes_at
 from telegrad.wire.spans import Region, bytes_spanned, memory_at, shared_spans
 from telegrad.wire.tensors import (
@@ -37,6 +38,7 @@ from telegrad.wire.tensors import (
     STORAGE,
     STRIDED,
     VERSION,
+    VIEW,
     Entry,
     Part,
     Sparse,
@@ -47,6 +49,7 @@ from telegrad.wire.tensors import (
 __all__ = ["Table", "pack"]
 
 _PADDING: Final = tuple(bytes(n) for n in range(16))
+_UNRELATED: Final = Relations()
 _TOLERATED_HOLES: Final = 4096  # bytes: below that a view keeps its strides
 
 
@@ -107,6 +110,12 @@ class _Packer:
             if address:
                 regions.append((address, address + size, index, tensor))
         shared = shared_spans(regions) if len(regions) > 1 and not apart else {}
+        relations = _UNRELATED
+        if shared:
+            relations = relate(entries, regions, shared, self._original)
+            for index in relations.apart:
+                del shared[index]
+        root_of = relations.root_of
         spans: dict[int, int] = {}
 
         records: list[bytes] = []
@@ -131,7 +140,8 @@ class _Packer:
                 original = self.originals.get(id(tensor), tensor) if self.originals else tensor
                 if keeps_grad(original):
                     flags |= GRAD
-                    self.tensors.append(original)
+                    if index not in root_of:
+                        self.tensors.append(original)
                 if tensor.is_conj():
                     flags |= CONJ
                 if tensor.is_neg():
@@ -147,6 +157,9 @@ class _Packer:
                 else:
                     span = spans[first] = self._span(first, end - first, owner)
                 offset = address - first
+                if index in root_of:
+                    flags |= VIEW
+                    span = root_of[index]
             else:
                 holes = 0 if contiguous else size - tensor.nbytes
                 if not address or holes > max(tensor.nbytes, _TOLERATED_HOLES):
@@ -169,10 +182,23 @@ class _Packer:
                 numbers = (*shape, *tensor.stride())
             records.append(RECORD.pack(kind, code, flags, ndim, span, offset) + _pack_all(numbers))
 
+        for root in relations.hidden:
+            flags = CONTIGUOUS | SHARED | PART
+            if root.tensor.requires_grad:
+                flags |= GRAD
+                self.tensors.append(root.tensor)
+            code, span = CODES[root.tensor.dtype], spans[root.start]
+            records.append(
+                RECORDS[1].pack(STRIDED, code, flags, 1, span, root.offset, *root.tensor.shape)
+            )
+
         sizes = self.sizes
         header = HEADER.pack(MAGIC, VERSION, 0, len(sizes), len(records), self.inlined)
         pieces = [header, _pack_all(sizes), *self.inline, *records]
         return Table(pieces, self.buffers, self.tensors)
+
+    def _original(self, tensor: Tensor) -> Tensor:
+        return self.originals.get(id(tensor), tensor)
 
     def _span(self, address: int, size: int, owner: Tensor) -> int:
         index = len(self.sizes)

@@ -14,6 +14,7 @@ still a tensor of the message, and no reducer runs twice.
 from __future__ import annotations
 
 import copyreg
+import functools
 import io
 import pickle
 import types
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor
 
 from telegrad.errors import SerializationError
-from telegrad.wire import revival
+from telegrad.wire import definitions, revival
 from telegrad.wire.references import function_named, name_of
 from telegrad.wire.tensors import (
     CODES,
@@ -133,6 +134,13 @@ def _by_reducer(reducer: Reducer) -> _Handler:
 def _reduce_by_value(pickler: ValuePickler, obj: Any) -> Any:
     if pickler.by_value is None:
         pickler.by_value = cloudpickle.Pickler(io.BytesIO(), 5)
+    reduced: Any = None
+    if isinstance(obj, types.FunctionType):
+        reduced = definitions.reduce_function(obj, pickler.by_value)
+    elif isinstance(obj, type):
+        reduced = definitions.reduce_class(obj)
+    if reduced is not None:
+        return reduced
     reduced = pickler.by_value.reducer_override(obj)
     if reduced is NotImplemented:
         reduce = pickler.by_value.dispatch_table.get(type(obj))
@@ -159,6 +167,11 @@ def _reduce_method(pickler: ValuePickler, method: Any) -> Any:
 
 def _reduce_class(pickler: ValuePickler, cls: type) -> Any:
     return NotImplemented if name_of(cls) is not None else _reduce_by_value(pickler, cls)
+
+
+def _reduce_cached(pickler: ValuePickler, func: Any) -> Any:
+    reduced = definitions.reduce_cached(func)
+    return NotImplemented if reduced is None else reduced
 
 
 def _reduce_operator(pickler: ValuePickler, operator: Any) -> Any:
@@ -294,6 +307,18 @@ def _reduce_typed_storage(pickler: ValuePickler, storage: torch.TypedStorage) ->
     return revival.typed_storage, (storage._untyped_storage, storage.dtype)
 
 
+def _reduce_exception(pickler: ValuePickler, error: BaseException) -> Any:
+    cls = type(error)
+    is_common = (
+        cls.__reduce__ is BaseException.__reduce__
+        and cls.__reduce_ex__ is BaseException.__reduce_ex__
+        and cls not in copyreg.dispatch_table
+    )
+    if not is_common:
+        return NotImplemented
+    return revival.exception, (cls, error.args), error.__dict__ or None
+
+
 def _refuse(what: str) -> _Handler:
     def refuse(pickler: ValuePickler, obj: Any) -> Any:
         raise SerializationError(what)
@@ -308,11 +333,14 @@ _HANDLERS: dict[type, _Handler] = {
     types.FunctionType: _reduce_function,
     types.MethodType: _reduce_method,
     types.BuiltinFunctionType: _leave_to_pickle,
+    functools._lru_cache_wrapper: _reduce_cached,
     type: _reduce_class,
     torch._ops.OpOverload: _reduce_operator,
     torch._ops.OpOverloadPacket: _reduce_operator,
     torch.jit.ScriptFunction: _reduce_script_function,
     torch.jit.ScriptModule: _reduce_script_module,
+    BaseException: _reduce_exception,
+    io.TextIOWrapper: _refuse("an open file cannot be sent: send its path, or what it holds"),
     torch._C.Future: _refuse(
         "Can not pickle torch.futures.Future: wait() for it, and send its value"
     ),

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from telegrad.drop_in import torch_phrase
 from telegrad.errors import SerializationError
 
 __all__ = ["function_named", "name_of"]
@@ -55,13 +56,22 @@ class _Known:
 _known: dict[int, _Known] = {}
 _places: dict[bytes, tuple[str, tuple[str, ...]]] = {}
 _PLACES_LIMIT = 65_536  # a peer chooses the names: the cache of parsed ones has an end
+_main_by_value = False
+
+
+def set_main_by_value(is_on: bool) -> None:
+    """Whether the other workers run another script, so that nothing of `__main__` is named."""
+    global _main_by_value
+    _main_by_value = is_on
+    _known.clear()
 
 
 def name_of(func: Any) -> bytes | None:
     """The name under which any process finds `func` again by import; None if it must be pickled.
 
     Functions of `__main__` are named too, as the standard library pickles them: workers usually
-    run the same script.
+    run the same script. They are not if `set_main_by_value` says otherwise, or if they are of a
+    notebook or an interactive session: there is no file that the others could run.
 
     >>> import operator
     >>> name_of(operator.add)
@@ -132,9 +142,10 @@ def _import(module: str, path: tuple[str, ...]) -> Any:
             found = getattr(found, attribute)
         except AttributeError as error:
             raise SerializationError(
-                f"module {module!r} has no {qualified!r} on the worker that is called. The RPC "
-                f"pickler does not serialize the code of functions that have a place in a module; "
-                f"do all workers run the same version of it?"
+                f"the worker that is called has no {qualified!r} in {module}. Functions and "
+                "classes are sent by name: define it at the top level of a file that all workers "
+                'run or import, in the same version (not under "if rank == 0" or in a notebook '
+                "cell), or pass a lambda" + torch_phrase("RPC pickler does not serialize its code")
             ) from error
     return found
 
@@ -147,6 +158,8 @@ def _search(func: Any) -> bytes | None:
         if "<locals>" in path or "<lambda>" in path:
             continue
         found: Any = sys.modules.get(module)
+        if module == "__main__" and (_main_by_value or not hasattr(found, "__file__")):
+            continue  # other workers do not run this script, or there is none
         for attribute in path:
             found = getattr(found, attribute, None)
         if found is func:

@@ -11,8 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from telegrad.drop_in import is_drop_in
+
 __all__ = [
     "as_class",
+    "exception",
     "meta",
     "quantized",
     "script",
@@ -33,8 +36,12 @@ def as_class(tensor: Tensor, cls: type[Tensor]) -> Tensor:
     A Parameter is a leaf by nature. One that arrives with a history becomes a plain tensor that
     still passes `isinstance(..., Parameter)`: its gradient has to flow back to where it came from.
     """
-    if tensor.grad_fn is None:
-        return torch.Tensor._make_subclass(cls, tensor, tensor.requires_grad)
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"not a tensor: {type(tensor).__name__}")
+    if tensor.grad_fn is None and not tensor._is_view():
+        # The same tensor, not a new one on its memory: it may have views in the message.
+        tensor.__class__ = cls
+        return tensor
     if issubclass(cls, torch.nn.Parameter):
         tensor._is_param = True
         return tensor
@@ -43,6 +50,8 @@ def as_class(tensor: Tensor, cls: type[Tensor]) -> Tensor:
 
 def set_attributes(tensor: Tensor, state: Any) -> None:
     """Give a tensor back the attributes that its program had set on it."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"not a tensor: {type(tensor).__name__}")
     with torch._C.DisableTorchFunctionSubclass():
         torch._utils._set_obj_state(tensor, state)  # type: ignore[no-untyped-call]
 
@@ -76,6 +85,22 @@ def quantized(
 def typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
     """A typed storage over an untyped one."""
     return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
+
+
+def exception(cls: type[BaseException], args: tuple[Any, ...]) -> BaseException:
+    """An exception, also one whose constructor takes something else than its `args`: that one is
+    made without it, and gets its attributes afterwards, as all do. Programs for torch's RPC expect
+    a `RuntimeError` then."""
+    if not issubclass(cls, BaseException):
+        raise TypeError(f"{cls!r} is not a class of exceptions")
+    try:
+        error = cls(*args)
+    except Exception:
+        if is_drop_in():
+            raise
+        error = cls.__new__(cls, *args)
+    error.args = args
+    return error
 
 
 def script(saved: bytes) -> Any:

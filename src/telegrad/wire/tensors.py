@@ -8,7 +8,7 @@ A *span* is a stretch of memory that is sent once, however many tensors look at 
 spans ride in the payload itself; each of the others is a buffer of the message, sent from the
 sender's memory and read into memory that the new tensors then alias. A *record* describes one
 tensor: its dtype, sizes and strides, its span and the offset in it. Sparse tensors are records that
-point at the records of their parts.
+point at the records of their parts, and views (`aliases`) records that point at that of their root.
 
 A table comes from the network. Whatever it says is checked against the bytes that are really there
 before memory is touched or allocated, and a table that lies is a `ProtocolError`. Both ends are
@@ -36,9 +36,9 @@ is one allocation, which the last of its tensors keeps.
 """
 
 MAGIC: Final = 0x54  # "T"; a payload without tensors is a bare pickle, which begins with 0x80
-VERSION: Final = 1
+VERSION: Final = 2
 HEADER: Final = struct.Struct("<BBHIII")  # magic, version, 0, spans, records, inline bytes
-RECORD: Final = struct.Struct("<BBBBIq")  # kind, code, flags, ndim, span or first part, offset
+RECORD: Final = struct.Struct("<BBBBIq")  # kind, code, flags, ndim, span/part/root, offset
 RECORDS: Final = tuple(struct.Struct(f"<BBBBIq{n}q") for n in range(9))
 SIZES: Final = tuple(struct.Struct(f"<{n}q") for n in range(17))
 
@@ -49,9 +49,10 @@ GRAD = 2  # required grad on the sender
 SHARED = 4  # other records look at the same span
 CONJ = 8
 NEG = 16
-PART = 32  # belongs to a later sparse record, and is nobody's value
+PART = 32  # belongs to another record, and is nobody's value
 COALESCED = 64
-UNUSUAL = SHARED | CONJ | NEG
+VIEW = 128  # of another record, whose span it looks at
+UNUSUAL = SHARED | CONJ | NEG | VIEW
 
 NO_SPAN: Final = 0xFFFFFFFF
 ALIGNED: Final = 15
@@ -63,7 +64,7 @@ DTYPE_NAMES: Final = (
     "complex32", "complex64", "complex128", "uint16", "uint32", "uint64", "float8_e5m2",
     "float8_e4m3fn", "float8_e5m2fnuz", "float8_e4m3fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2",
     "bits1x8", "bits2x4", "bits4x2", "bits8", "bits16", "uint1", "uint2", "uint3", "uint4", "uint5",
-    "uint6", "uint7", "int1", "int2", "int3", "int4", "int5", "int6", "int7",
+    "uint6", "uint7", "int1", "int2", "int3", "int4", "int5", "int6", "int7", "bcomplex32",
 )
 # fmt: on
 DTYPES: Final = tuple(getattr(torch, name, None) for name in DTYPE_NAMES)

@@ -38,6 +38,7 @@ from telegrad.wire.tensors import (
     STRIDED,
     UNUSUAL,
     VERSION,
+    VIEW,
 )
 
 __all__ = ["Attach", "end_of_table", "give_grad", "unpack"]
@@ -46,6 +47,15 @@ Attach = Callable[[list[Tensor]], Sequence[Tensor]]
 """Is given tensors that required grad on the sender, and returns those that stand for them here."""
 
 _LARGEST: Final = 2**62
+_DAMAGES: Final = (
+    struct.error,
+    ValueError,
+    TypeError,
+    RuntimeError,
+    IndexError,
+    OverflowError,
+    BufferError,
+)
 _frombuffer = torch.frombuffer
 
 
@@ -56,7 +66,8 @@ class _Source:
     memory: Any
     offset: int
     size: int
-    storage: torch.UntypedStorage | None = None
+    whole: Tensor | None = None
+    """All its bytes: what has the memory and the version counter of all tensors on it."""
 
     def raw(self) -> Any:
         if self.size == 0:
@@ -64,16 +75,12 @@ class _Source:
         # By numpy, because a memoryview casts and slices only the simplest kinds of buffers.
         return np.frombuffer(self.memory, dtype=np.uint8, count=self.size, offset=self.offset)
 
-    def whole_storage(self) -> torch.UntypedStorage:
-        if self.storage is None:
-            if self.size == 0:
-                self.storage = torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
-            else:
-                raw = _frombuffer(
-                    self.memory, dtype=torch.uint8, count=self.size, offset=self.offset
-                )
-                self.storage = raw.untyped_storage()
-        return self.storage
+    def bytes_shared(self) -> Tensor:
+        if self.whole is None:
+            self.whole = _frombuffer(
+                self.memory, dtype=torch.uint8, count=self.size, offset=self.offset
+            )
+        return self.whole
 
 
 def unpack(
@@ -91,22 +98,23 @@ def unpack(
         SerializationError: the buffers were not received.
     """
     try:
-        need_grad, values, position = _read(payload, buffers)
+        records, need_grad, views, parts, position = _read(payload, buffers)
     except (ProtocolError, SerializationError):
         raise
-    except (
-        struct.error,
-        ValueError,
-        TypeError,
-        RuntimeError,
-        IndexError,
-        OverflowError,
-        BufferError,
-    ) as error:
+    except _DAMAGES as error:
         raise ProtocolError(f"damaged tensor table: {error}") from error
     if need_grad:
-        give_grad(values, need_grad, attach)
-    return values, position
+        give_grad(records, need_grad, attach)
+    if views:
+        try:
+            for index, view in views.items():
+                is_recorded = attach is not None or view.root not in parts
+                records[index] = view.of(records[view.root], is_recorded)
+        except _DAMAGES as error:
+            raise ProtocolError(f"damaged tensor table: {error}") from error
+    if parts:
+        records = [record for index, record in enumerate(records) if index not in parts]
+    return records, position
 
 
 def end_of_table(payload: memoryview) -> int:
@@ -130,7 +138,11 @@ def give_grad(values: list[Any], need_grad: Sequence[int], attach: Attach | None
         values[index] = replacement
 
 
-def _read(payload: memoryview, buffers: Sequence[Any]) -> tuple[list[int], list[Any], int]:
+def _read(
+    payload: memoryview, buffers: Sequence[Any]
+) -> tuple[list[Any], list[int], dict[int, _View], set[int], int]:
+    """What the records describe, views excepted; which of them need grad; the views; which are no
+    values; and where the records end."""
     magic, version, zero, span_count, record_count, inlined = HEADER.unpack_from(payload)
     if magic != MAGIC or version != VERSION or zero:
         raise ProtocolError("damaged tensor table: not a table of this protocol version")
@@ -141,10 +153,11 @@ def _read(payload: memoryview, buffers: Sequence[Any]) -> tuple[list[int], list[
     sources = _sources(sizes, payload[position : position + inlined], buffers)
     position += inlined
 
-    built: list[Any] = []  # by record
-    values: list[Any] = []  # without the parts
+    built: list[Any] = []
     need_grad: list[int] = []
-    for _ in range(record_count):
+    views: dict[int, _View] = {}
+    parts: set[int] = set()
+    for index in range(record_count):
         kind, code, flags, ndim, span, offset = RECORD.unpack_from(payload, position)
         position += 16
         shape = _unpack_all(payload, position, ndim)
@@ -169,6 +182,11 @@ def _read(payload: memoryview, buffers: Sequence[Any]) -> tuple[list[int], list[
                     # In place and of the same number of elements, so that it is not a view. Two
                     # negative sizes are refused by torch.
                     value.resize_(shape)
+            elif flags & VIEW:
+                strides = _contiguous_strides(shape) if strides is None else strides
+                views[index] = _View(span, dtype, flags, offset, shape, strides)
+                built.append(None)
+                continue
             else:
                 value = _strided(sources, dtype, flags, span, offset, shape, strides)
         elif kind == RAW:
@@ -181,15 +199,14 @@ def _read(payload: memoryview, buffers: Sequence[Any]) -> tuple[list[int], list[
             raise ProtocolError(f"damaged tensor table: unknown kind {kind}")
         built.append(value)
         if flags & PART:
-            continue
+            parts.add(index)
         if flags & GRAD:
             if not isinstance(value, Tensor):
                 raise ProtocolError("damaged tensor table: only tensors have gradients")
             if not value.is_floating_point() and not value.is_complex():
                 raise ProtocolError(f"damaged tensor table: {value.dtype} has no gradients")
-            need_grad.append(len(values))
-        values.append(value)
-    return need_grad, values, position
+            need_grad.append(index)
+    return built, need_grad, views, parts, position
 
 
 def _unpack_all(payload: memoryview, position: int, count: int) -> tuple[int, ...]:
@@ -249,8 +266,10 @@ def _strided(
         if offset % dtype.itemsize or offset + (last + 1) * dtype.itemsize > source.size:
             raise ProtocolError("damaged tensor table: a tensor lies outside of its span")
         if flags & SHARED:
-            value = torch.empty(0, dtype=dtype, device="cpu")
-            value.set_(source.whole_storage(), offset // dtype.itemsize, shape, strides)
+            with torch.no_grad():
+                typed = _flat(source.bytes_shared(), dtype)
+                # Detached, it is nobody's view, and still has their version counter.
+                value = typed.as_strided(shape, strides, offset // dtype.itemsize).detach()
         else:
             value = _frombuffer(
                 source.memory, dtype=dtype, count=last + 1, offset=source.offset + offset
@@ -264,6 +283,69 @@ def _strided(
                 value = torch._neg_view(value)
             value = value.detach()
     return value
+
+
+def _flat(whole: Tensor, dtype: torch.dtype) -> Tensor:
+    """The whole elements of a type in so many bytes."""
+    return whole[: len(whole) // dtype.itemsize * dtype.itemsize].view(dtype)
+
+
+@dataclass(slots=True)
+class _View:
+    """A view that is made once its root has its history."""
+
+    root: int  # number of its record
+    dtype: torch.dtype
+    flags: int
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    def of(self, root: Any, is_recorded: bool) -> Tensor:
+        """
+        Args:
+            is_recorded: what requires grad has a history, or is a view of a value. Otherwise it
+                becomes a leaf, with memory of its own.
+        """
+        itemsize = self.dtype.itemsize
+        last = sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True))
+        if (
+            not isinstance(root, Tensor)
+            or math.prod(self.shape) not in range(1, _LARGEST)
+            or min(self.shape, default=1) < 1
+            or min(self.strides, default=0) < 0
+            or self.offset < 0
+            or self.offset % itemsize
+            or self.offset + (last + 1) * itemsize > root.untyped_storage().nbytes()
+        ):
+            raise ProtocolError("damaged tensor table: a view lies outside of its span")
+        has_grad = bool(self.flags & GRAD)
+        # Without gradients of its own, of a root that has some: as if made under `no_grad`.
+        with torch.set_grad_enabled(has_grad or not root.requires_grad):
+            if self.dtype is not root.dtype:
+                root = _as_type(root, self.dtype)
+            value: Tensor = root.as_strided(self.shape, self.strides, self.offset // itemsize)
+            if self.flags & CONJ:
+                value = torch._conj(value)
+            if self.flags & NEG:
+                value = torch._neg_view(value)
+        if has_grad and not is_recorded:
+            value = value.detach().clone().requires_grad_()
+        return value
+
+
+def _as_type(root: Tensor, dtype: torch.dtype) -> Tensor:
+    """A view of a root as elements of another type, as many as there are whole ones."""
+    flat = root.as_strided((root.numel(),), (1,))
+    if root.is_complex() and dtype is root.dtype.to_real():
+        return torch.view_as_real(flat).flatten()
+    is_pair = dtype.is_complex and dtype.to_real() is root.dtype
+    if not is_pair:
+        flat = flat.view(torch.uint8)
+    step = dtype.itemsize // flat.itemsize
+    first = -flat.storage_offset() % step
+    flat = flat[first : first + (len(flat) - first) // step * step]
+    return torch.view_as_complex(flat.view(-1, 2)) if is_pair else flat.view(dtype)
 
 
 def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -285,7 +367,7 @@ def _storage(
     if size < 0 or offset < 0 or offset + size > source.size:
         raise ProtocolError("damaged tensor table: a storage lies outside of its span")
     if size == source.size:
-        return source.whole_storage()
+        return source.bytes_shared().untyped_storage()
     raw = _frombuffer(source.memory, dtype=torch.uint8, count=size, offset=source.offset + offset)
     return raw.untyped_storage()
 

@@ -106,7 +106,7 @@ class TensorPipeAgent(RpcAgent):
         begun, ended = agent.service.work_counts()
         info = {
             "agent.thread_pool_size": str(agent.options.num_worker_threads),
-            "agent.num_idle_threads": str(agent.network.work.idle_threads),
+            "agent.num_idle_threads": str(agent.network.calls.idle_threads),
             "agent.num_pending_requests": str(agent.pending_calls()),
             "agent.client_active_calls": str(agent.pending_calls()),
             "agent.server_active_calls": str(begun - ended),

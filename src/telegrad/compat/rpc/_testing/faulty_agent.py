@@ -20,6 +20,7 @@ from telegrad.compat.rpc.agents import TensorPipeAgent
 from telegrad.compat.rpc.backend_registry import start_agent
 from telegrad.compat.rpc.options import RpcBackendOptions, to_rpc_options
 from telegrad.errors import RpcTimeout, TelegradError
+from telegrad.rpc.error_texts import timeout_text
 from telegrad.rpc.rref import RRef
 
 __all__ = ["FaultyTensorPipeAgent", "FaultyTensorPipeRpcBackendOptions", "start"]
@@ -113,8 +114,7 @@ class _FaultyRemote:
     def _late(self, name: str, seconds: float) -> RRef[Any]:
         entry, rref = self._agent.worker.references.table.new_owned()
         error = RpcTimeout(
-            f"RPC ran for more than set timeout ({seconds * 1000:.0f} ms) and will now be marked "
-            f"with an error: remote({name}) on this worker itself",
+            timeout_text("this worker itself", f"remote({name})", seconds),
             worker=self._agent.name,
             seconds=seconds,
         )

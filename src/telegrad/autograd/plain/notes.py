@@ -1,0 +1,84 @@
+"""Notes of what has died here, for the workers that keep the other end of it.
+
+Destructors leave them, so nothing here takes a lock: what they use is changed in one step. Python
+drops a Ctrl-C that comes in a destructor, and with it what the destructor had to do. So whether a
+note lives is asked of the note itself.
+"""
+
+from __future__ import annotations
+
+import queue
+import weakref
+
+__all__ = ["Note", "Notes"]
+
+_MOST = 0xFFFF  # that one message takes along
+
+
+class Note:
+    """Puts a call's id into a queue when it dies. What the other end has to outlive keeps it."""
+
+    __slots__ = ("__weakref__", "_call", "_queue")
+
+    def __init__(self, call: int, waiting: queue.SimpleQueue[int]) -> None:
+        self._call = call
+        self._queue = waiting
+
+    def __del__(self) -> None:
+        self._queue.put(self._call)
+
+
+class Notes:
+    """Of one kind, by the worker that is to hear. There is one note for a call at most."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, queue.SimpleQueue[int]] = {}
+        self._made: dict[int, weakref.ref[Note]] = {}
+
+    def has_any(self) -> bool:
+        """Whether there is something to tell, or will be."""
+        for call, note in list(self._made.items()):
+            if note() is None:
+                self._made.pop(call, None)
+        if self._made:
+            return True
+        return any(waiting.qsize() for waiting in list(self._waiting.values()))
+
+    def is_living(self, call: int) -> bool:
+        """Whether a note of that call has not died."""
+        note = self._made.get(call)
+        return note is not None and note() is not None
+
+    def note(self, call: int, worker: int) -> Note:
+        """To be kept until the other end is no longer needed."""
+        note = Note(call, self._of(worker))
+        self._made[call] = weakref.ref(note)
+        return note
+
+    def leave(self, call: int, worker: int) -> None:
+        """What a note's death does."""
+        self._of(worker).put(call)
+
+    def _of(self, worker: int) -> queue.SimpleQueue[int]:
+        found = self._waiting.get(worker)
+        return self._waiting.setdefault(worker, queue.SimpleQueue()) if found is None else found
+
+    def take(self, worker: int, *, at_least: int = 1) -> list[int]:
+        """Those for a worker; none if there are fewer than `at_least`."""
+        notes: list[int] = []
+        waiting = self._waiting.get(worker)
+        if waiting is None or waiting.qsize() < at_least:
+            return notes
+        try:
+            while len(notes) < _MOST:
+                notes.append(waiting.get_nowait())
+        except queue.Empty:
+            pass
+        return notes
+
+    def workers(self) -> list[int]:
+        return list(self._waiting)
+
+    def forget(self, worker: int) -> None:
+        """The worker is lost: there is nobody to tell."""
+        self._waiting.pop(worker, None)
