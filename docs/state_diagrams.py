@@ -10,14 +10,14 @@ import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from telegrad.autograd.pass_protocol import PassControl, Reports, Standing
+from telegrad.autograd.passes.protocol import PassControl, Reports, Standing
 from telegrad.ids import COUNTER_BITS, ForkId, RRefId
 from telegrad.observe.svg import document, text_at
-from telegrad.rpc.liveness import Connected, Ended, Heard, Liveness, TimePassed
-from telegrad.rpc.rref_events import Timing
-from telegrad.rpc.rref_outbox import Outbox
-from telegrad.rpc.rref_owner import OwnerLedger
-from telegrad.rpc.rref_user import UserLedger
+from telegrad.rpc.connections.liveness import Connected, Ended, Heard, Liveness, TimePassed
+from telegrad.rpc.references.events import Timing
+from telegrad.rpc.references.outbox import Outbox
+from telegrad.rpc.references.owner import OwnerLedger
+from telegrad.rpc.references.user import UserLedger
 
 Transitions = dict[tuple[str, str], list[str]]
 """(state, next state) → the events that lead from one to the other."""

@@ -24,14 +24,13 @@ LAYERS = [
     {"optim", "nn", "remote_calls"},
     {"observe"},
     {"compat"},
-    {"launch", "demo"},
+    {"launch"},
     {"testing"},
-    {"bench", "doctor"},
-    {"cli"},
+    {"tools"},
 ]
 """Section 2 of the design, from the bottom up: imports point to the same layer or to one before."""
 
-LEAVES = {"compat", "testing", "cli"}
+LEAVES = {"compat", "testing", "tools"}
 """Nothing below them may need them, and nothing beside them either."""
 
 ABOVE_ALL = {"__init__", "__main__"}
@@ -72,15 +71,15 @@ def test_imports_point_upward_only(path):
 
 
 def test_the_command_line_does_not_load_the_yardstick():
-    for module in sorted((SOURCE / "cli").glob("*.py")):
+    for module in sorted((SOURCE / "tools" / "cli").glob("*.py")):
         tree = ast.parse(module.read_text(encoding="utf-8"))
         for node in tree.body:  # at the top: a command may import it when it runs
             names = [alias.name for alias in getattr(node, "names", [])]
-            assert not getattr(node, "module", "").startswith("telegrad.bench"), module
-            assert not any(name.startswith("telegrad.bench") for name in names), module
+            assert not getattr(node, "module", "").startswith("telegrad.tools.bench"), module
+            assert not any(name.startswith("telegrad.tools.bench") for name in names), module
 
 
-YARDSTICK = SOURCE / "demo" / "timing.py"
+YARDSTICK = SOURCE / "tools" / "demo" / "timing.py"
 """Times the demo's training step on torch's RPC, too."""
 
 
@@ -90,7 +89,7 @@ YARDSTICK = SOURCE / "demo" / "timing.py"
     ids=lambda path: str(path.relative_to(SOURCE)),
 )
 def test_torchs_own_rpc_is_never_imported(path):
-    if part_of(path) == "bench":
+    if path.is_relative_to(SOURCE / "tools" / "bench"):
         return  # it is the yardstick there
     for line, name in imports(path):
         for upstream in ("torch.distributed.rpc", "torch.distributed.autograd"):
@@ -102,14 +101,14 @@ def test_the_protocols_are_pure():
     """State machines know no sockets, threads, torch or clocks."""
     impure = ("torch", "socket", "threading", "time", "select", "queue", "asyncio")
     for name in (
-        "rpc/rref_protocol.py",
-        "rpc/rref_owner.py",
-        "rpc/rref_user.py",
-        "rpc/rref_events.py",
-        "rpc/rref_outbox.py",
-        "rpc/liveness.py",
-        "autograd/pass_protocol.py",
-        "autograd/context_lifetime.py",
+        "rpc/references/protocol.py",
+        "rpc/references/owner.py",
+        "rpc/references/user.py",
+        "rpc/references/events.py",
+        "rpc/references/outbox.py",
+        "rpc/connections/liveness.py",
+        "autograd/passes/protocol.py",
+        "autograd/contexts/lifetime.py",
     ):
         for line, imported in imports(SOURCE / name):
             assert imported.split(".")[0] not in impure, f"{name}:{line} imports {imported}"

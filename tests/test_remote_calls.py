@@ -16,7 +16,8 @@ from telegrad import rpc
 from telegrad.autograd.plain import calls as plain_calls
 from telegrad.autograd.plain import engine_here
 from telegrad.errors import RpcTimeout, TelegradError
-from telegrad.rpc import agent, current
+from telegrad.rpc.calls import agent
+from telegrad.rpc.group import current
 from telegrad.testing.cluster import cluster
 
 PATIENCE = 10.0

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from telegrad import autograd, rpc, tensors
 from telegrad.autograd import plain
-from telegrad.autograd.attachment import attach
+from telegrad.autograd.contexts.attachment import attach
 from telegrad.compat.compiler import keep_out
 from telegrad.compat.torchscript.watch import watch
 from telegrad.errors import TelegradError

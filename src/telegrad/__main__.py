@@ -1,6 +1,6 @@
 """`python -m telegrad` is the command `telegrad`."""
 
-from telegrad.cli import main
+from telegrad.tools.cli import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

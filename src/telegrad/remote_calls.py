@@ -36,12 +36,12 @@ from telegrad.errors import (
     TelegradError,
     WorkerLost,
 )
-from telegrad.rpc import current
-from telegrad.rpc.arguments import in_words_of_caller
-from telegrad.rpc.outcome import describe_call, described_by_arguments
-from telegrad.rpc.plain_arguments import check_function, checked_worker
-from telegrad.rpc.remote import register_reducer
-from telegrad.wire.references import function_named, name_of
+from telegrad.rpc.calls.arguments import in_words_of_caller
+from telegrad.rpc.calls.outcome import describe_call, described_by_arguments
+from telegrad.rpc.calls.plain_arguments import check_function, checked_worker
+from telegrad.rpc.group import current
+from telegrad.rpc.references.fetch import register_reducer
+from telegrad.wire.function_names import function_named, name_of
 
 __all__ = ["RemoteFuture", "RemoteMethod", "RemoteObject", "call", "object", "submit"]
 

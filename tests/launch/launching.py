@@ -11,8 +11,8 @@ import sys
 import threading
 import time
 
-from telegrad.cli import main
 from telegrad.testing.cluster import processes
+from telegrad.tools.cli import main
 
 PATIENCE = 100.0
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from telegrad.launch.last_words import LastWords
+from telegrad.launch.failure_output import LastWords
 from telegrad.launch.output import LONGEST_LINE, Lines, Screen, wants_colour
 
 

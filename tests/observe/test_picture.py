@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from telegrad import autograd, rpc
-from telegrad.autograd.boxes import Box, BoxKind, DistributedGraph, Size, WorkerGraph
 from telegrad.errors import ContextError, NotInitialized
 from telegrad.observe import GraphPicture, draw
+from telegrad.observe.boxes import Box, BoxKind, DistributedGraph, Size, WorkerGraph
 from telegrad.testing.cluster import cluster
 
 SVG = "{http://www.w3.org/2000/svg}"

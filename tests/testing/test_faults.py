@@ -12,8 +12,8 @@ import torch
 
 from telegrad import rpc
 from telegrad.errors import RpcTimeout, WorkerLost
-from telegrad.rpc import peer as peer_module
-from telegrad.rpc import receipts as receipts_module
+from telegrad.rpc.connections import peer as peer_module
+from telegrad.rpc.connections import receipts as receipts_module
 from telegrad.testing.cluster import cluster
 from telegrad.testing.faults import Faults
 from telegrad.testing.transport_contract import TransportContract, joined
@@ -21,7 +21,7 @@ from telegrad.transport.base import TransportTimeout
 from telegrad.transport.inproc import InprocTransport
 from telegrad.transport.sockets import UnixTransport
 from telegrad.wire.frames import Kind, Limits
-from telegrad.wire.memory import BufferPool
+from telegrad.wire.tensor_table.memory import BufferPool
 
 PATIENCE = 15.0
 

@@ -8,11 +8,11 @@ import os
 import resource
 
 from telegrad.testing.transport_contract import joined
-from telegrad.transport import shm
-from telegrad.transport.shm import SharedMemory
+from telegrad.transport.same_host import shm
+from telegrad.transport.same_host.shm import SharedMemory
 from telegrad.transport.sockets import UnixTransport
 from telegrad.wire.frames import Kind, Limits
-from telegrad.wire.memory import BufferPool
+from telegrad.wire.tensor_table.memory import BufferPool
 
 LARGE = 1 << 20
 

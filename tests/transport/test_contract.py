@@ -8,12 +8,12 @@ import pytest
 
 from certificates import Authority
 from telegrad.testing.transport_contract import TransportContract
-from telegrad.transport import mailbox
 from telegrad.transport.inproc import InprocTransport
-from telegrad.transport.shm import SharedMemory
+from telegrad.transport.same_host import mailbox
+from telegrad.transport.same_host.shm import SharedMemory
 from telegrad.transport.sockets import TcpTransport, UnixTransport
 from telegrad.wire.frames import Kind, Limits
-from telegrad.wire.memory import BufferPool
+from telegrad.wire.tensor_table.memory import BufferPool
 
 
 class TestUnix(TransportContract):

@@ -12,7 +12,7 @@ from telegrad.testing.transport_contract import Background, joined
 from telegrad.transport.base import ConnectionClosed, TransportTimeout
 from telegrad.transport.sockets import TcpTransport, UnixTransport
 from telegrad.wire.frames import BUFFER, Kind, Limits, pack_header
-from telegrad.wire.memory import BufferPool
+from telegrad.wire.tensor_table.memory import BufferPool
 
 LENGTH = 1 << 26
 SECONDS = 0.3

@@ -10,7 +10,7 @@ import sys
 import main_program
 import pytest
 
-from telegrad.wire.references import name_of
+from telegrad.wire.function_names import name_of
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from telegrad.wire.frames import (
     split_rider,
     unpack_header,
 )
-from telegrad.wire.memory import BufferPool
+from telegrad.wire.tensor_table.memory import BufferPool
 
 LARGEST = (1 << 63) - 1
 LIMITS = Limits(max_body=1 << 30, max_buffers=1 << 15, max_message=1 << 36)

@@ -24,12 +24,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from telegrad.autograd.context import DistAutogradContext, set_thread_context, thread_context
-from telegrad.autograd.engine import AutogradEngine
+from telegrad.autograd.contexts.context import (
+    DistAutogradContext,
+    set_thread_context,
+    thread_context,
+)
+from telegrad.autograd.passes.engine import AutogradEngine
 from telegrad.drop_in import torch_phrase
 from telegrad.errors import ContextError, NotInitialized, TelegradError
-from telegrad.rpc import current
-from telegrad.rpc.seams import NO_CONTEXT
+from telegrad.rpc.calls.seams import NO_CONTEXT
+from telegrad.rpc.group import current
 
 __all__ = [
     "AutogradEngine",

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch.futures import Future
 
-from telegrad.rpc.kept_errors import fail
-from telegrad.rpc.waiting import CallFuture
+from telegrad.rpc.calls.futures import CallFuture
+from telegrad.rpc.calls.kept_errors import fail
 
 __all__ = ["collect_all", "wait_all"]
 

@@ -166,7 +166,7 @@ def uninstall() -> None:
         old = _installed
         if old is None:
             return
-        from telegrad.rpc import current
+        from telegrad.rpc.group import current
 
         if current.is_set():
             raise RuntimeError("RPC is running on telegrad: call shutdown() before uninstall()")

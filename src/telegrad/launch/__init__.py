@@ -12,8 +12,8 @@ What it guarantees:
   own (`custody`).
 """
 
-from telegrad.launch.custody import launch
 from telegrad.launch.options import LaunchOptions
 from telegrad.launch.program import Program
+from telegrad.launch.supervision import launch
 
 __all__ = ["LaunchOptions", "Program", "launch"]

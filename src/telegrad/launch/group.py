@@ -22,9 +22,9 @@ from functools import partial
 
 from telegrad.launch.descendants import descendants, signal_all
 from telegrad.launch.environment import group_environment
-from telegrad.launch.inbox import SignalInbox, only_noted
 from telegrad.launch.options import LaunchOptions
 from telegrad.launch.output import Screen
+from telegrad.launch.signals import SignalInbox, only_noted
 from telegrad.launch.worker_process import Stream, WorkerProcess, start_workers
 
 __all__ = ["PASSED_ON", "Group"]

@@ -12,9 +12,9 @@ import torch
 from telegrad import rpc
 from telegrad.errors import TelegradError
 from telegrad.launch.workers import DRIVER, check_positive, checked_options
-from telegrad.rpc import current
 from telegrad.rpc.api import _set_rpc_timeout
-from telegrad.rpc.worker_info import WorkerInfo
+from telegrad.rpc.group import current
+from telegrad.rpc.group.worker_info import WorkerInfo
 
 __all__ = ["Membership", "join", "manual_seed", "name"]
 

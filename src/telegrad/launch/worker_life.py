@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from telegrad import rpc
-from telegrad.rpc import current
-from telegrad.wire import definitions
+from telegrad.rpc.group import current
+from telegrad.wire import by_value
 
 __all__ = ["live"]
 
@@ -32,7 +32,7 @@ def live(name: str, rank: int, plan: Any, control: socket.socket, stop: int) -> 
     if plan["threads"] is not None:
         torch.set_num_threads(plan["threads"])
     torch.set_default_dtype(getattr(torch, plan["dtype"]))  # by name: the starter has no torch yet
-    definitions.travel(definitions.Role.AWAY)
+    by_value.travel(by_value.Role.AWAY)
     options: rpc.RpcOptions = pickle.loads(plan["options"])
     rpc.init_rpc(name, rank=rank, rpc_backend_options=options)
     control.sendall(f"joined {name}\n".encode())

@@ -8,13 +8,13 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from telegrad.errors import LaunchError
-from telegrad.launch.last_words import LastWords
+from telegrad.launch.failure_output import LastWords
 from telegrad.launch.output import Lines
 
 __all__ = ["Stream", "WorkerProcess", "start_workers"]
 
 _AT_ONCE = 1 << 16  # bytes that are read at a time
-_NURSERY = os.path.join(os.path.dirname(os.path.abspath(__file__)), "nursery.py")
+_FORKING = os.path.join(os.path.dirname(os.path.abspath(__file__)), "forking.py")
 
 
 class Stream:
@@ -145,7 +145,7 @@ def _start_nursery(
     births, *outputs = writers
     os.posix_spawn(
         sys.executable,
-        [sys.executable, _NURSERY, ",".join(map(str, outputs)), *arguments],
+        [sys.executable, _FORKING, ",".join(map(str, outputs)), *arguments],
         environment,
         file_actions=[(os.POSIX_SPAWN_DUP2, births, 1), (os.POSIX_SPAWN_CLOSE, births)],
         setsid=True,

@@ -42,12 +42,12 @@ import torch
 from telegrad import rpc
 from telegrad.errors import LaunchError, TelegradError
 from telegrad.forks import leave_at_fork
-from telegrad.launch.last_words import LastWords
+from telegrad.launch.failure_output import LastWords
 from telegrad.launch.worker_process import Stream
 from telegrad.launch.worker_starter import KILL, STOP
-from telegrad.rpc import current
-from telegrad.rpc.worker_info import WorkerInfo
-from telegrad.wire import definitions
+from telegrad.rpc.group import current
+from telegrad.rpc.group.worker_info import WorkerInfo
+from telegrad.wire import by_value
 
 __all__ = ["DRIVER", "Workers", "check_positive", "checked_options", "workers"]
 
@@ -233,7 +233,7 @@ class Workers:
         # Joined while the starter imports torch.
         rpc.init_rpc(DRIVER, rank=0, rpc_backend_options=options)
         self._driver = current.current()
-        definitions.travel(definitions.Role.HOME)
+        by_value.travel(by_value.Role.HOME)
         monitor.wait_until_joined(deadline, timeout)
         self._has_started = True
 
@@ -290,7 +290,7 @@ class Workers:
                 shutil.rmtree(self._directory, ignore_errors=True)
 
     def _leave_group(self, *, graceful: bool, timeout: float) -> None:
-        definitions.travel(definitions.Role.NONE)
+        by_value.travel(by_value.Role.NONE)
         if self._driver is not None and current.acting() is self._driver:
             rpc.shutdown(graceful=graceful, timeout=timeout)
 
@@ -317,7 +317,7 @@ class Workers:
         if _current is self:
             _current = None
         atexit.unregister(self._close)
-        definitions.travel(definitions.Role.NONE)
+        by_value.travel(by_value.Role.NONE)
         if self._monitor is not None:
             self._monitor.leave_to_parent()
 

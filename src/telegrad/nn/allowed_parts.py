@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from telegrad.errors import NotAllowed
-from telegrad.rpc import current
+from telegrad.rpc.group import current
 
 __all__ = ["FORWARD", "check_method", "check_read", "check_set", "check_shown", "part_at"]
 

@@ -45,16 +45,16 @@ from telegrad.nn.module_there import (
     submit_method,
 )
 from telegrad.remote_calls import RemoteFuture
-from telegrad.rpc.arguments import in_words_of_caller
-from telegrad.rpc.plain_arguments import checked_worker
-from telegrad.rpc.remote import register_reducer
-from telegrad.rpc.worker_info import WorkerInfo
+from telegrad.rpc.calls.arguments import in_words_of_caller
+from telegrad.rpc.calls.plain_arguments import checked_worker
+from telegrad.rpc.group.worker_info import WorkerInfo
+from telegrad.rpc.references.fetch import register_reducer
 from telegrad.tensors.fetching import Together
 from telegrad.tensors.operations import Spec
 from telegrad.tensors.optimizers import hook_steps
 from telegrad.tensors.remote_tensor import RemoteTensor, moved_to, staying_there
 from telegrad.tensors.stream import Handle, Stream, stream_to
-from telegrad.wire.references import name_of
+from telegrad.wire.function_names import name_of
 
 __all__ = ["PlacedModule", "PlacedPart", "module"]
 

@@ -22,11 +22,11 @@ from telegrad.nn.allowed_parts import (
     check_shown,
     part_at,
 )
-from telegrad.rpc import current
-from telegrad.rpc.outcome import describe_function, described_by_arguments
+from telegrad.rpc.calls.outcome import describe_function, described_by_arguments
+from telegrad.rpc.group import current
 from telegrad.tensors.operations import Spec, spec_of
 from telegrad.tensors.table import Before, Table, answer, control, export, table_before
-from telegrad.wire.references import function_named
+from telegrad.wire.function_names import function_named
 
 __all__ = [
     "FORWARD",

@@ -45,10 +45,10 @@ from telegrad.nn.pipeline_ends import (
     arrive_at_driver,
     gradients_at_driver,
 )
-from telegrad.rpc import current
+from telegrad.rpc.calls.kept_errors import fail, without_frames
+from telegrad.rpc.calls.outcome import as_exception, described_by_arguments
 from telegrad.rpc.functions import async_execution
-from telegrad.rpc.kept_errors import fail, without_frames
-from telegrad.rpc.outcome import as_exception, described_by_arguments
+from telegrad.rpc.group import current
 from telegrad.tensors.operations import Spec
 from telegrad.tensors.table import Before, Table, TableKey, export, table_before, tables_here
 
@@ -91,7 +91,7 @@ class RunPlan(NamedTuple):
 
     Args:
         queue, run: the ids that they have here.
-        depth: of the calls that the driver makes: see `telegrad.rpc.work_pool`.
+        depth: of the calls that the driver makes: see `telegrad.rpc.connections.thread_pool`.
     """
 
     queue: int

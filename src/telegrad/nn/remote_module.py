@@ -15,8 +15,8 @@ from telegrad import rpc
 from telegrad.drop_in import is_drop_in, torch_phrase
 from telegrad.errors import NotInitialized, RRefError
 from telegrad.rpc import RRef
-from telegrad.rpc.arguments import checked_arguments
-from telegrad.rpc.remote import register_reducer
+from telegrad.rpc.calls.arguments import checked_arguments
+from telegrad.rpc.references.fetch import register_reducer
 
 __all__ = ["RemoteModule"]
 

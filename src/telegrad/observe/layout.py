@@ -15,7 +15,7 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from telegrad.autograd.boxes import Box, BoxKind, DistributedGraph
+from telegrad.observe.boxes import Box, BoxKind, DistributedGraph
 
 __all__ = ["MOST_ROWS", "Cut", "Item", "Layout", "Place", "lay_out"]
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
-from telegrad.autograd.boxes import DistributedGraph
-from telegrad.autograd.graph import describe
-from telegrad.autograd.plain.graph import describe_plain
 from telegrad.observe import svg, text
+from telegrad.observe.boxes import DistributedGraph
+from telegrad.observe.context_graph import describe
 from telegrad.observe.layout import Layout, lay_out
+from telegrad.observe.plain_graph import describe_plain
 from telegrad.observe.words import amount
 
 __all__ = ["GraphPicture", "draw"]

@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from telegrad.autograd.boxes import Box, BoxKind, Size
+from telegrad.observe.boxes import Box, BoxKind, Size
 from telegrad.observe.layout import Item, Layout
 from telegrad.observe.words import details_of, message_label, title_of
 

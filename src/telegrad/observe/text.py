@@ -5,7 +5,7 @@ Every box has a number in its column, and says the numbers of what it is made fr
 
 from __future__ import annotations
 
-from telegrad.autograd.boxes import BoxKind
+from telegrad.observe.boxes import BoxKind
 from telegrad.observe.layout import Item, Layout
 from telegrad.observe.words import details_of, message_label, title_of
 

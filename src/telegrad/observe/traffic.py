@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from telegrad.errors import TelegradError
-from telegrad.rpc import current
+from telegrad.rpc.group import current
 from telegrad.transport.base import Connection, Transport
 from telegrad.transport.wrapping import WrappedConnection, WrappedTransport
 from telegrad.wire.frames import BUFFER, HEADER, Frame, Kind

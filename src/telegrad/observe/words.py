@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from telegrad.autograd.boxes import Box, BoxKind, Size
+from telegrad.observe.boxes import Box, BoxKind, Size
 
 __all__ = ["amount", "details_of", "message_label", "shape_of", "title_of"]
 

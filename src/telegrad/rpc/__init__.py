@@ -27,9 +27,9 @@ from telegrad.rpc.api import (
 from telegrad.rpc.api import (
     _wait_all as _wait_all,
 )
-from telegrad.rpc.options import RpcOptions, TlsOptions
-from telegrad.rpc.rref import RRef
-from telegrad.rpc.worker_info import WorkerInfo
+from telegrad.rpc.group.options import RpcOptions, TlsOptions
+from telegrad.rpc.group.worker_info import WorkerInfo
+from telegrad.rpc.references.rref import RRef
 
 __all__ = [
     "UNSET_RPC_TIMEOUT",

@@ -18,13 +18,13 @@ from torch.futures import Future
 
 from telegrad.errors import RpcTimeout, TelegradError
 from telegrad.forks import renewed
-from telegrad.rpc import current
-from telegrad.rpc.arguments import checked_call
-from telegrad.rpc.options import UNSET_RPC_TIMEOUT, RpcOptions, checked_timeout
-from telegrad.rpc.rref import RRef
-from telegrad.rpc.rref_lookup import set_table_lookup
-from telegrad.rpc.worker import Worker, start_worker
-from telegrad.rpc.worker_info import WorkerInfo
+from telegrad.rpc.calls.arguments import checked_call
+from telegrad.rpc.group import current
+from telegrad.rpc.group.options import UNSET_RPC_TIMEOUT, RpcOptions, checked_timeout
+from telegrad.rpc.group.worker import Worker, start_worker
+from telegrad.rpc.group.worker_info import WorkerInfo
+from telegrad.rpc.references.lookup import set_table_lookup
+from telegrad.rpc.references.rref import RRef
 
 __all__ = [
     "UNSET_RPC_TIMEOUT",

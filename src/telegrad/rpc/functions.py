@@ -11,10 +11,10 @@ from torch.futures import Future
 
 from telegrad.errors import NotAllowed, TelegradError
 from telegrad.ids import RRefId
-from telegrad.rpc.outcome import describe_function
-from telegrad.rpc.rref_lookup import current_table
-from telegrad.rpc.rref_records import OwnerEntry
-from telegrad.wire.allowed import AllowList
+from telegrad.rpc.calls.outcome import describe_function
+from telegrad.rpc.references.lookup import current_table
+from telegrad.rpc.references.records import OwnerEntry
+from telegrad.wire.allowed.allow_list import AllowList
 
 __all__ = ["async_execution", "checked_future", "guarded"]
 
@@ -81,7 +81,9 @@ def guarded(func: Callable[..., Any], allowed: AllowList) -> Callable[..., Any]:
             return func(_Checked(module), *args)
 
         return forward
-    if func.__module__ == "telegrad.rpc.rref_proxy" and func.__name__.startswith("call_owned"):
+    if func.__module__ == "telegrad.rpc.references.proxy" and func.__name__.startswith(
+        "call_owned"
+    ):
 
         @functools.wraps(func)
         def call(owned: Any, name: str, args: Any, kwargs: Any) -> Any:

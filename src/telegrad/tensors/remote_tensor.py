@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from telegrad.errors import TelegradError
-from telegrad.rpc.remote import register_reducer
+from telegrad.rpc.references.fetch import register_reducer
 from telegrad.tensors.fetching import Together, fetch, fetch_one
 from telegrad.tensors.operations import (
     Gives,

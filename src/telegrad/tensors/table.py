@@ -27,8 +27,8 @@ from torch import Tensor
 from torch.futures import Future
 
 from telegrad.errors import NotAllowed, RemoteError, TelegradError
-from telegrad.rpc import current
 from telegrad.rpc.functions import async_execution
+from telegrad.rpc.group import current
 from telegrad.tensors.operations import Operation, Spec, function, spec_of
 from telegrad.tensors.safe_operations import check_operation
 

@@ -32,7 +32,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from telegrad.rpc import current
+from telegrad.rpc.group import current
 from telegrad.transport.base import Connection, Transport
 from telegrad.transport.wrapping import LateConnection, WrappedTransport, without_rider
 from telegrad.wire.frames import Kind

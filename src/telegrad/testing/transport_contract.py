@@ -22,9 +22,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from telegrad.transport.base import Connection, ConnectionClosed, Transport, TransportTimeout
-from telegrad.transport.processors import UNKNOWN
+from telegrad.transport.same_host.processors import UNKNOWN
 from telegrad.wire.frames import Frame, Kind, Limits
-from telegrad.wire.memory import BufferPool
+from telegrad.wire.tensor_table.memory import BufferPool
 
 __all__ = ["PATIENCE", "Background", "TransportContract", "joined"]
 

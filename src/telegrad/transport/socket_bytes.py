@@ -20,8 +20,8 @@ from typing import Any
 
 from telegrad.errors import AuthenticationError
 from telegrad.transport.base import ConnectionClosed, TransportTimeout
-from telegrad.transport.patience import Patience
-from telegrad.transport.shared_buffers import ANCILLARY, SharedBuffers
+from telegrad.transport.same_host.shared_buffers import ANCILLARY, SharedBuffers
+from telegrad.transport.same_host.spinning import Patience
 
 __all__ = ["JOINED_UP_TO", "READ_AHEAD", "SocketBytes", "is_ready"]
 

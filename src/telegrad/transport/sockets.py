@@ -8,11 +8,11 @@ import ssl
 
 from telegrad.forks import leave_at_fork
 from telegrad.transport.base import Connection, ConnectionClosed
-from telegrad.transport.patience import DEFAULT_WINDOW
+from telegrad.transport.same_host.spinning import DEFAULT_WINDOW
 from telegrad.transport.stream import SocketConnection
 from telegrad.transport.tls import TlsConnection
 from telegrad.wire.frames import Limits
-from telegrad.wire.memory import BufferPool
+from telegrad.wire.tensor_table.memory import BufferPool
 
 __all__ = ["SocketListener", "TcpTransport", "UnixTransport"]
 

@@ -15,9 +15,9 @@ from typing import Any
 from telegrad.errors import ProtocolError
 from telegrad.forks import leave_at_fork
 from telegrad.transport.base import ConnectionClosed, MemorySharing, TransportTimeout
-from telegrad.transport.mailbox import FOR_SLEEPER, NOT_PUT, Mailbox
-from telegrad.transport.mailbox import is_available as has_mailboxes
-from telegrad.transport.shared_buffers import Placement, SharedBuffers
+from telegrad.transport.same_host.mailbox import FOR_SLEEPER, NOT_PUT, Mailbox
+from telegrad.transport.same_host.mailbox import is_available as has_mailboxes
+from telegrad.transport.same_host.shared_buffers import Placement, SharedBuffers
 from telegrad.transport.socket_bytes import JOINED_UP_TO, READ_AHEAD, SocketBytes, is_ready
 from telegrad.wire.frames import (
     BUFFER,
@@ -32,7 +32,7 @@ from telegrad.wire.frames import (
     unpack_header,
     whole_frame,
 )
-from telegrad.wire.memory import BufferPool
+from telegrad.wire.tensor_table.memory import BufferPool
 
 __all__ = ["POOLED_FROM", "SocketConnection"]
 

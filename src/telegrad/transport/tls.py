@@ -27,7 +27,7 @@ from telegrad.transport.base import ConnectionClosed, TransportTimeout
 from telegrad.transport.socket_bytes import READ_AHEAD, is_ready
 from telegrad.transport.stream import POOLED_FROM, SocketConnection
 from telegrad.wire.frames import Limits
-from telegrad.wire.memory import BufferPool
+from telegrad.wire.tensor_table.memory import BufferPool
 
 __all__ = ["TlsConnection", "anonymous_contexts", "restrict"]
 

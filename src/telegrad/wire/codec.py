@@ -22,14 +22,14 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from telegrad.errors import NotAllowed, ProtocolError, SerializationError, TelegradError
-from telegrad.wire.allowed import AllowList, loads_data
-from telegrad.wire.culprit import describe_type, locate, missing_global
+from telegrad.wire.allowed.allow_list import AllowList, loads_data
 from telegrad.wire.frames import Limits
-from telegrad.wire.packing import pack
-from telegrad.wire.pickler import Reducer, ValuePickler
-from telegrad.wire.small import pack_small, unpack_small
-from telegrad.wire.tensors import MAGIC, is_plain
-from telegrad.wire.unpacking import Attach, end_of_table, give_grad, unpack
+from telegrad.wire.pickling import Reducer, ValuePickler
+from telegrad.wire.tensor_table.layout import MAGIC, is_plain
+from telegrad.wire.tensor_table.pack import pack
+from telegrad.wire.tensor_table.small import pack_small, unpack_small
+from telegrad.wire.tensor_table.unpack import Attach, end_of_table, give_grad, unpack
+from telegrad.wire.unsendable import describe_type, locate, missing_global
 
 __all__ = ["Codec", "Encoded", "Packet", "Reducer", "References", "head_of_packet"]
 

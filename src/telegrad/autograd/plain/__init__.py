@@ -23,7 +23,7 @@ from telegrad.autograd.plain.calls import (
     is_packing_arguments,
     record_call,
 )
-from telegrad.rpc.worker import extensions
+from telegrad.rpc.group.worker import extensions
 
 __all__ = [
     "ArgumentFailed",

@@ -42,16 +42,16 @@ from telegrad.autograd.plain.passes import (
 from telegrad.autograd.plain.values import Value
 from telegrad.errors import BackwardError, ProtocolError, SerializationError, TelegradError
 from telegrad.ids import WorkerCounter, first_of_life, worker_of
-from telegrad.rpc import current
-from telegrad.rpc.agent import Agent
-from telegrad.rpc.async_call import AsyncCall
-from telegrad.rpc.network import Send
-from telegrad.rpc.outcome import (
+from telegrad.rpc.calls.agent import Agent
+from telegrad.rpc.calls.async_call import AsyncCall
+from telegrad.rpc.calls.outcome import (
     describe_call,
     described_by_arguments,
     is_described_by_arguments,
 )
-from telegrad.rpc.seams import NO_CONTEXT
+from telegrad.rpc.calls.seams import NO_CONTEXT
+from telegrad.rpc.connections.network import Send
+from telegrad.rpc.group import current
 from telegrad.transport.base import ConnectionClosed, TransportTimeout
 from telegrad.wire.codec import Packet
 from telegrad.wire.frames import Flags, Frame, Kind

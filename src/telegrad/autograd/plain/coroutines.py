@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from telegrad.rpc import current
-from telegrad.rpc.worker import Worker
+from telegrad.rpc.group import current
+from telegrad.rpc.group.worker import Worker
 
 __all__ = ["EventLoop"]
 

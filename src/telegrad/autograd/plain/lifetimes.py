@@ -31,7 +31,7 @@ from telegrad.autograd.plain.passes import Passes, PassName
 from telegrad.autograd.plain.values import Value, lost
 from telegrad.errors import TelegradError
 from telegrad.ids import worker_of
-from telegrad.rpc.agent import Agent
+from telegrad.rpc.calls.agent import Agent
 from telegrad.wire.frames import Kind
 
 __all__ = ["Lifetimes"]

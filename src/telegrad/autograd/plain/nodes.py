@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import get_gradient_edge
 
-from telegrad.autograd.nodes import current_wave
+from telegrad.autograd.contexts.message_nodes import current_wave
 from telegrad.errors import BackwardError, TelegradError
 
 if TYPE_CHECKING:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from telegrad.autograd.local.waves import use_up_warning
 from telegrad.autograd.plain.entries import Entries, Entry, Walk, edges_of, walk
 from telegrad.autograd.plain.nodes import (
     accumulates,
@@ -29,7 +30,6 @@ from telegrad.autograd.plain.nodes import (
     will_run,
 )
 from telegrad.autograd.thread_state import peek, stash
-from telegrad.autograd.waves import use_up_warning
 from telegrad.errors import BackwardError
 
 if TYPE_CHECKING:

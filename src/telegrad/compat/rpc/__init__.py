@@ -68,8 +68,8 @@ from telegrad.compat.rpc.options import (
     to_rpc_options,
 )
 from telegrad.compat.rpc.server_process_global_profiler import _server_process_global_profile
-from telegrad.rpc.rendezvous import meet
-from telegrad.rpc.worker_info import WorkerInfo
+from telegrad.rpc.group.rendezvous import meet
+from telegrad.rpc.group.worker_info import WorkerInfo
 
 __all__ = [
     "_DEFAULT_INIT_METHOD",

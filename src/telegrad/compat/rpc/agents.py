@@ -14,9 +14,9 @@ from torch._C._distributed_c10d import Store
 
 from telegrad.compat.rpc.options import RpcBackendOptions
 from telegrad.errors import NotInitialized, TelegradError
-from telegrad.rpc import current
-from telegrad.rpc.worker import Worker
-from telegrad.rpc.worker_info import WorkerInfo
+from telegrad.rpc.group import current
+from telegrad.rpc.group.worker import Worker
+from telegrad.rpc.group.worker_info import WorkerInfo
 
 __all__ = ["RpcAgent", "TensorPipeAgent", "WorkerInfo"]
 

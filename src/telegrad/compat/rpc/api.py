@@ -45,13 +45,13 @@ from telegrad.compat.rpc.internal import (
 )
 from telegrad.compat.torchscript.arguments import check_arguments
 from telegrad.errors import RRefError
-from telegrad.rpc import current
 from telegrad.rpc.api import _set_rpc_timeout, get_rpc_timeout
-from telegrad.rpc.rref import RRef
-from telegrad.rpc.rref_proxy import _rref_typeof_on_owner
-from telegrad.rpc.rref_texts import leak_error
-from telegrad.rpc.waiting import wait_for
-from telegrad.rpc.worker_info import WorkerInfo
+from telegrad.rpc.calls.futures import wait_for
+from telegrad.rpc.group import current
+from telegrad.rpc.group.worker_info import WorkerInfo
+from telegrad.rpc.references.proxy import _rref_typeof_on_owner
+from telegrad.rpc.references.rref import RRef
+from telegrad.rpc.references.texts import leak_error
 
 __all__ = [
     "AllGatherStates",

@@ -25,9 +25,9 @@ from telegrad.compat.rpc.options import (
     TensorPipeRpcBackendOptions,
     to_rpc_options,
 )
-from telegrad.rpc import current
-from telegrad.rpc.options import RpcOptions
-from telegrad.rpc.worker import Worker, start_worker
+from telegrad.rpc.group import current
+from telegrad.rpc.group.options import RpcOptions
+from telegrad.rpc.group.worker import Worker, start_worker
 
 __all__ = [
     "BackendType",

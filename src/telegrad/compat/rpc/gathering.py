@@ -1,8 +1,8 @@
 """`_all_gather` and its kin, made of calls as torch makes them.
 
-telegrad has a meeting of its own (`telegrad.rpc.gather`), which programs for torch do not know:
-they replace the functions of this one, look for its words, and rely on the leader being the worker
-with the smallest name.
+telegrad has a meeting of its own (`telegrad.rpc.group.gather`), which programs for torch do not
+know: they replace the functions of this one, look for its words, and rely on the leader being the
+worker with the smallest name.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from telegrad import rpc as native
 from telegrad.compat.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from telegrad.errors import RpcTimeout, TelegradError, WorkerLost
 from telegrad.forks import renewed
-from telegrad.rpc import current
+from telegrad.rpc.group import current
 
 __all__ = ["AllGatherStates", "forget_all", "set_all_names", "worker_lost"]
 

@@ -18,8 +18,8 @@ from typing import Any, cast
 import torch
 from torch._C._autograd import _profiler_enabled
 
-from telegrad.rpc.remote import register_reducer
-from telegrad.rpc.rref import RRef, rebuild_rref
+from telegrad.rpc.references.fetch import register_reducer
+from telegrad.rpc.references.rref import RRef, rebuild_rref
 
 __all__ = ["PythonUDF", "RPCExecMode", "RemoteException", "deserialize", "serialize"]
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 
 from telegrad.compat.rpc import constants
-from telegrad.rpc.options import RpcOptions, checked_timeout
+from telegrad.rpc.group.options import RpcOptions, checked_timeout
 
 __all__ = ["RpcBackendOptions", "TensorPipeRpcBackendOptions"]
 

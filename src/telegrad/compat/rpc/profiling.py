@@ -18,10 +18,10 @@ from telegrad.compat.rpc.internal import (
     _build_rpc_profiling_key,
     builtin_name,
 )
-from telegrad.rpc.kept_errors import fail
-from telegrad.rpc.rref import RRef
-from telegrad.rpc.rref_table import Call
-from telegrad.rpc.worker_info import WorkerInfo
+from telegrad.rpc.calls.kept_errors import fail
+from telegrad.rpc.group.worker_info import WorkerInfo
+from telegrad.rpc.references.rref import RRef
+from telegrad.rpc.references.table import Call
 
 __all__ = ["call", "call_within", "is_wanted", "of_table", "remote"]
 

@@ -26,11 +26,11 @@ from torch.autograd.profiler_util import EventList, FunctionEvent
 from torch.futures import Future
 
 from telegrad import rpc as native
-from telegrad.autograd.context import EnteredContext, thread_context
+from telegrad.autograd.contexts.context import EnteredContext, thread_context
+from telegrad.rpc.calls.kept_errors import fail
+from telegrad.rpc.calls.outcome import as_exception
 from telegrad.rpc.functions import async_execution, checked_future
-from telegrad.rpc.kept_errors import fail
-from telegrad.rpc.outcome import as_exception
-from telegrad.rpc.rref_records import OwnerEntry
+from telegrad.rpc.references.records import OwnerEntry
 
 __all__ = ["Options", "alone", "profile"]
 

@@ -1,5 +1,5 @@
 """In the place of `torch.distributed.rpc.rref_proxy`."""
 
-from telegrad.rpc.rref_proxy import RRefProxy
+from telegrad.rpc.references.proxy import RRefProxy
 
 __all__ = ["RRefProxy"]

@@ -11,7 +11,7 @@ from torch._C._autograd import _profiler_enabled
 from torch.autograd.profiler_util import EventList, FunctionEvent
 
 from telegrad.compat.rpc.remote_events import alone, profile
-from telegrad.rpc import current
+from telegrad.rpc.group import current
 
 __all__: list[str] = []
 

@@ -9,8 +9,8 @@ from typing import Any
 from telegrad.compat.torchscript.generated import Exactly
 from telegrad.compat.torchscript.references import reference_type, type_of_value, worker_info_type
 from telegrad.compat.torchscript.torch_jit import core, jit_annotations
-from telegrad.rpc.rref import RRef
-from telegrad.rpc.worker_info import WorkerInfo
+from telegrad.rpc.group.worker_info import WorkerInfo
+from telegrad.rpc.references.rref import RRef
 
 __all__ = ["inferring", "understanding"]
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from telegrad.autograd.context import CarriedContext, thread_context
+from telegrad.autograd.contexts.context import CarriedContext, thread_context
 from telegrad.compat.torchscript.interruptions import was_interrupted
 from telegrad.compat.torchscript.waiting import calling
-from telegrad.rpc.seams import NO_CONTEXT
+from telegrad.rpc.calls.seams import NO_CONTEXT
 
 __all__ = ["carrying"]
 

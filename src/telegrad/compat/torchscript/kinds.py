@@ -19,7 +19,7 @@ from telegrad.compat.torchscript import at_exit
 from telegrad.compat.torchscript.generated import Exactly, compiled, generating, module_of
 from telegrad.compat.torchscript.remote_failures import with_place
 from telegrad.compat.torchscript.torch_jit import core
-from telegrad.rpc.kept_errors import again
+from telegrad.rpc.calls.kept_errors import again
 
 __all__ = ["Kind", "kind_named", "kind_of"]
 

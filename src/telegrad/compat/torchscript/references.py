@@ -24,10 +24,10 @@ from telegrad.compat.torchscript.torch_jit import core, fake_range, jit_annotati
 from telegrad.compat.torchscript.type_descriptions import describe, type_described
 from telegrad.errors import RRefError
 from telegrad.ids import RRefId
-from telegrad.rpc.rref import RRef, rebuild_rref
-from telegrad.rpc.rref_lookup import current_table
-from telegrad.rpc.rref_records import OwnerEntry
-from telegrad.rpc.worker_info import WorkerInfo
+from telegrad.rpc.group.worker_info import WorkerInfo
+from telegrad.rpc.references.lookup import current_table
+from telegrad.rpc.references.records import OwnerEntry
+from telegrad.rpc.references.rref import RRef, rebuild_rref
 
 __all__ = [
     "allow_pickling",

@@ -20,8 +20,8 @@ from telegrad.compat.torchscript.generated import Exactly, compiled, generating,
 from telegrad.compat.torchscript.references import reference_type
 from telegrad.compat.torchscript.torch_jit import core, internal, script, state
 from telegrad.errors import SerializationError
-from telegrad.rpc.remote import register_reducer
-from telegrad.rpc.rref import RRef
+from telegrad.rpc.references.fetch import register_reducer
+from telegrad.rpc.references.rref import RRef
 from telegrad.wire import revival
 
 __all__ = ["create", "give_methods", "prepare"]

@@ -17,11 +17,11 @@ from typing import Any
 
 from torch.futures import Future
 
-from telegrad.autograd.context import EnteredContext, thread_context
+from telegrad.autograd.contexts.context import EnteredContext, thread_context
 from telegrad.compat.torchscript import at_exit
 from telegrad.compat.torchscript.kinds import Kind, kind_of
 from telegrad.compat.torchscript.torch_jit import core
-from telegrad.rpc.kept_errors import fail
+from telegrad.rpc.calls.kept_errors import fail
 
 __all__ = ["box_made_elsewhere", "boxed_result", "calling", "done", "may_wait_here"]
 

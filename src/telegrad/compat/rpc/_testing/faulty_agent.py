@@ -20,8 +20,8 @@ from telegrad.compat.rpc.agents import TensorPipeAgent
 from telegrad.compat.rpc.backend_registry import start_agent
 from telegrad.compat.rpc.options import RpcBackendOptions, to_rpc_options
 from telegrad.errors import RpcTimeout, TelegradError
-from telegrad.rpc.error_texts import timeout_text
-from telegrad.rpc.rref import RRef
+from telegrad.rpc.calls.error_texts import timeout_text
+from telegrad.rpc.references.rref import RRef
 
 __all__ = ["FaultyTensorPipeAgent", "FaultyTensorPipeRpcBackendOptions", "start"]
 

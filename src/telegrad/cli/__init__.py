@@ -1,8 +1,0 @@
-"""The command line, `telegrad`.
-
-Each command is a file with a `COMMAND`; `main` lists them.
-"""
-
-from telegrad.cli.main import main
-
-__all__ = ["main"]

@@ -1,0 +1,108 @@
+"""Futures of calls: waiting for them, and failures that nobody hears of.
+
+Waiting is done in Python, where Ctrl-C is heeded; torch's own futures wait in C++. And when a call
+has failed and its future goes without that anybody has asked how it ended, the log tells.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import threading
+from collections.abc import Callable, Generator
+from typing import Any, TypeVar
+
+from torch.futures import Future
+
+from telegrad.rpc.calls.kept_errors import again, fail, without_frames
+
+__all__ = ["CallFuture", "wait_for"]
+
+_log = logging.getLogger("telegrad.rpc")
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+
+def wait_for(future: Future[Any]) -> Any:
+    """Ends as the future does: returns its value, or raises."""
+    gate = threading.Lock()
+    gate.acquire()
+    future.add_done_callback(lambda _: gate.release())
+    gate.acquire()
+    return future.value()
+
+
+class CallFuture(Future[T]):
+    """What comes of a call. Ctrl-C ends a wait for it, and for what `then` makes of it."""
+
+    _failure: _Failure | None = None
+
+    def wait(self) -> T:
+        if not self.done() and threading.current_thread() is threading.main_thread():
+            value: T = wait_for(self)  # only there are signals heeded
+            return value
+        return super().wait()
+
+    def result(self) -> T:
+        """The same as `wait`, under the name that Python's own futures have for it."""
+        return self.wait()
+
+    def __await__(self) -> Generator[Any, None, T]:
+        """`await future` waits for it in a coroutine, without blocking its event loop."""
+        done: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+        def finish(_: Future[T]) -> None:
+            if done.set_running_or_notify_cancel():  # the coroutine may have been cancelled
+                done.set_result(None)
+
+        self.add_done_callback(finish)
+        yield from asyncio.wrap_future(done).__await__()
+        return self.value()
+
+    def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:
+        outcome: CallFuture[S] = CallFuture()
+
+        def finish(done: Future[S]) -> None:
+            try:
+                outcome.set_result(done.value())
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is the outcome
+                outcome.fail(error, "what was to follow a call")
+
+        super().then(callback).add_done_callback(finish)
+        return outcome
+
+    def fail(self, error: Exception, what: str = "") -> None:
+        """Like `kept_errors.fail`.
+
+        Args:
+            what: has failed: the log tells, if nobody else hears of it. Empty if that is no matter.
+        """
+        if not what:
+            fail(self, error)
+            return
+        failure = _Failure(what, without_frames(error))
+        self._set_unwrap_func(failure.raise_it)
+        self.set_result(failure.error)  # type: ignore[arg-type]
+        self._failure = failure
+
+    def __del__(self) -> None:
+        failure = self._failure
+        if failure is not None and not failure.is_heard:
+            text, error = "%s has failed, and nobody has asked for its result", failure.error
+            _log.error(text, failure.what, exc_info=(type(error), error, None))
+
+
+class _Failure:
+    """How a call has ended, until somebody hears of it. Torch asks it also where the future is one
+    of several that are waited for."""
+
+    def __init__(self, what: str, error: Exception) -> None:
+        self.what = what
+        self.error = error
+        self.is_heard = False
+
+    def raise_it(self, error: Exception) -> None:
+        self.is_heard = True
+        raise again(error)

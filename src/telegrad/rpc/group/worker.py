@@ -1,0 +1,403 @@
+"""A worker's life: it meets the others, works, and leaves.
+
+Everything that a worker consists of hangs on one `Worker` object: the agent, the table of remote
+references, gatherings, and what layers above have added through `extensions`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import logging
+import multiprocessing
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn, Protocol
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from telegrad.errors import NotInitialized, RpcTimeout, TelegradError, WorkerLost
+from telegrad.forks import leave_at_fork
+from telegrad.rpc.calls.agent import Agent
+from telegrad.rpc.group import current
+from telegrad.rpc.group.gather import Gatherings
+from telegrad.rpc.group.options import RpcOptions
+from telegrad.rpc.group.rendezvous import Directory, Record, host_identity, meet
+from telegrad.rpc.group.worker_info import WorkerInfo
+from telegrad.rpc.references.fetch import RemoteReferences
+from telegrad.threads import heed_num_threads
+from telegrad.transport.handshake import derive_key
+from telegrad.wire.allowed.allow_list import AllowList
+from telegrad.wire.frames import Kind
+
+__all__ = ["Extension", "Worker", "extensions", "start_worker"]
+
+_log = logging.getLogger("telegrad.rpc")
+
+_PATIENCE = 5.0  # for calls that still run here when the worker ends
+_PATIENCE_AT_EXIT = 0.5
+
+
+class Extension(Protocol):
+    """What a layer above adds to each worker."""
+
+    def close(self) -> None:
+        """The worker ends: drop what belongs to it, fail what waits."""
+
+    def needs_close(self) -> bool:
+        """Whether its threads must end before the interpreter does."""
+        ...
+
+
+extensions: dict[str, Callable[[Agent], Extension]] = {}
+"""Made for every worker, before it talks to anybody. The key is how the layer finds its own."""
+
+
+class Worker:
+    def __init__(
+        self,
+        info: WorkerInfo,
+        incarnation: bytes,
+        key: bytes,
+        options: RpcOptions,
+        directory: Directory,
+    ) -> None:
+        self.info = info
+        self.directory = directory
+        self.references = RemoteReferences()
+        self.references.codec.allowed = options.allow_list()
+        self.agent = Agent(
+            info,
+            incarnation,
+            key,
+            options,
+            directory,
+            self.references.codec,
+            self._begin_thread,
+        )
+        self._predecessor = directory.predecessor()
+        self.references.connect(self.agent)
+        self.gatherings = Gatherings(self.agent)
+        self.agent.handle(Kind.MEMBERS, self._on_membership)
+        self.extensions = {name: make(self.agent) for name, make in extensions.items()}
+        self._process = os.getpid()
+        self._is_closed = False
+        self._closing_lock = threading.Lock()  # one thread closes
+        leave_at_fork(self)
+
+    @property
+    def allowed(self) -> AllowList | None:
+        """What others may run here; None if anything."""
+        return self.references.codec.allowed
+
+    def _begin_thread(self, _agent: Agent) -> None:
+        current.act_for(self)
+        heed_num_threads()
+
+    def start(self, *, all_local: bool) -> None:
+        """Listens, publishes where, and waits for the rest of the group."""
+        network, directory = self.agent.network, self.directory
+        predecessor = self._predecessor
+        record = network.listen(all_local=all_local)
+        if predecessor is not None and network.answers(predecessor):
+            raise TelegradError(
+                f"rank {self.info.id} is taken: worker {predecessor.name!r} runs under it"
+            )
+        network.members.introduce(record)
+        network.start()
+        directory.publish(record)
+        everybody = directory.everybody()
+        for other in everybody:
+            network.members.introduce(other)
+        if directory.is_open:
+            self._check_name_is_free()
+        network.admit_members()
+        if directory.is_open or predecessor is not None:
+            self._tell_others(record, timeout=10.0)
+        directory.joined(everybody, network.answers)
+
+    def _check_name_is_free(self) -> None:
+        network, me = self.agent.network, self.info
+        for other in network.members.infos():
+            if other.name == me.name and other.id != me.id:
+                record = self.directory.record_of(other.id)
+                if record is not None and network.answers(record):
+                    self.directory.withdraw()
+                    raise TelegradError(
+                        f"RPC worker name {me.name!r} is not unique: worker {other.id} has it"
+                    )
+                network.members.forget(other.id)  # it is dead, or has left in this moment
+        network.members.call_by_name(me)
+
+    def _tell_others(self, record: Record | None, *, timeout: float) -> None:
+        """Tells those who are there that this worker comes, or, by None, that it leaves. One that
+        does not answer hears of it later."""
+        told = [
+            self.agent.request(member.id, Kind.MEMBERS, record, timeout=timeout)
+            for member in self.agent.network.members.infos()
+            if member.id != self.info.id
+        ]
+        for answer in told:
+            try:
+                answer.wait()
+            except (RpcTimeout, WorkerLost) as error:
+                _log.info("another worker could not be told of %s: %s", self.info.name, error)
+
+    def _on_membership(self, source: int, record: Record | None) -> None:
+        if record is None:
+            self.agent.network.members.forget(source)
+        else:
+            self.agent.network.members.introduce(record)
+
+    # -- the end
+
+    def shutdown(self, *, graceful: bool, timeout: float) -> None:
+        """Leaves the group; the worker is unusable afterwards, whatever is raised.
+
+        Args:
+            graceful: first waits until no worker has work left, and everybody knows.
+            timeout: seconds for that; 0 waits for as long as the others live.
+        """
+        try:
+            if graceful:
+                deadline = time.monotonic() + timeout if timeout else float("inf")
+                if self.directory.is_open:
+                    self._leave(deadline)
+                else:
+                    self._finish_together(deadline)
+        finally:
+            self.close()
+
+    def _finish_together(self, deadline: float) -> None:
+        self.wait_until_quiet(deadline)
+        self.references.flush(_left(deadline))
+        self.part(deadline)
+
+    def wait_until_quiet(self, deadline: float) -> None:
+        """Waits until no worker has work left and no message is under way; all must call it.
+
+        Raises:
+            RpcTimeout: it was not so at the deadline, a time of `time.monotonic`.
+        """
+        workers = [member.id for member in self.agent.network.members.infos()]
+        # Twice the same counts, and nothing going on: then no message was under way in between.
+        seen: Any = None
+        while True:
+            self._wait_until_idle(deadline)
+            counts = self._gather(workers, self._activity(), deadline)
+            is_quiet = all(begun == ended and not pending for begun, ended, pending in counts)
+            if is_quiet and counts == seen:
+                return
+            seen = counts
+
+    def part(self, deadline: float) -> None:
+        """The last meeting: afterwards nobody says anything any more, and all may close."""
+        workers = [member.id for member in self.agent.network.members.infos()]
+        self._gather(workers, None, deadline)
+        self._wait_until_last(workers)
+
+    def _gather(self, workers: list[int], value: Any, deadline: float) -> list[Any]:
+        found = self.gatherings.gather(workers, value, timeout=_left(deadline), forgive_losses=True)
+        for worker, silence in self.agent.network.given_up.items():
+            if worker in workers and worker not in found:
+                name = self.agent.name_of(worker)
+                raise WorkerLost(
+                    f"worker {self.info.name!r} ends without worker {name!r}, which may still need "
+                    f"it: {silence} (RpcOptions.heartbeat_timeout sets how much is allowed)",
+                    worker=name,
+                    reason=silence,
+                )
+        return [found[worker] for worker in sorted(found)]
+
+    def _activity(self) -> tuple[int, int, int]:
+        begun, ended = self.agent.service.work_counts()
+        return begun, ended, self.agent.pending_calls()
+
+    def _is_idle(self) -> bool:
+        """Whether no call runs here and none made here is open."""
+        begun, ended, pending = self._activity()
+        return begun == ended and not pending
+
+    def _wait_until_idle(self, deadline: float) -> None:
+        """Ends when it is idle, or at the deadline. A call made here ends by itself: by its reply,
+        its timeout or the loss of its worker."""
+        pause = 0.0005
+        while not self._is_idle():
+            if time.monotonic() > deadline:
+                begun, ended, pending = self._activity()
+                raise RpcTimeout(
+                    f"worker {self.info.name!r} still has work at the end of its shutdown's "
+                    f"timeout: {begun - ended} calls run here, {pending} made here are open",
+                    worker=self.info.name,
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, 0.02)
+
+    def _wait_until_last(self, workers: list[int]) -> None:
+        """The leader of the last gathering stays until the others have its answer: they leave
+        when they do. Ends when they are gone, or after a few seconds."""
+        network = self.agent.network
+        others = [w for w in workers if w != self.info.id]
+        if others and self.info.id < min(others):
+            end = time.monotonic() + 5.0
+            while time.monotonic() < end and not all(network.members.is_lost(w) for w in others):
+                time.sleep(0.001)
+
+    def _leave(self, deadline: float) -> None:
+        """Leaves an open group: others may go on."""
+        try:
+            self._wait_until_idle(deadline)
+            self.references.flush(_left(deadline), others_stay=True)
+        finally:  # also if that took too long: this worker ends, and its name must be free
+            self.directory.withdraw()
+            self._tell_others(None, timeout=_left(deadline) and max(1.0, _left(deadline)))
+
+    def close(self, *, patience: float = _PATIENCE) -> None:
+        """Ends at once. What still waits here or elsewhere for this worker fails.
+
+        Args:
+            patience: seconds that calls which still run here get to end by that.
+        """
+        with self._closing_lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        atexit.unregister(self._close_at_exit)
+        for extension in self.extensions.values():
+            extension.close()
+        self.references.close()
+        self.agent.close(patience=patience)
+
+    def close_at_exit(self) -> None:
+        """Sees to it that a program which ends without a shutdown ends its worker all the same.
+
+        Its threads would else run into the end of the interpreter, when the others' ends wake
+        them, and abort the process.
+        """
+        atexit.register(self._close_at_exit)
+
+    def _close_at_exit(self) -> None:
+        if not (_may_be_blamed() and self._leave_open(_PATIENCE_AT_EXIT)):
+            self.close(patience=_PATIENCE_AT_EXIT)
+
+    def _leave_open(self, patience: float) -> bool:
+        """Leaves the connections to the end of the process, so that no other worker fails for want
+        of this one while this one still ends; False if it has to be closed first.
+
+        `multiprocessing` and `torch.multiprocessing.spawn` blame whichever process is gone first.
+        One that has raised takes a second to unload torch: if it closed its connections before
+        that, those who hear of it would be gone as soon.
+
+        What is left are threads that wait for messages. One that is woken later wants the
+        interpreter, and is ended by it. So nothing may run on them any more, and none may hold what
+        cannot be destroyed without the interpreter.
+        """
+        if any(extension.needs_close() for extension in self.extensions.values()):
+            return False
+        self.agent.network.hold_requests()
+        deadline = time.monotonic() + patience
+        while not self._is_idle():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.001)
+        self.agent.network.fall_silent()
+        _keep_for_ever(self)  # so that no connection is closed for want of an owner
+        return True
+
+    def leave_to_parent(self) -> None:
+        """In a forked process: whatever is asked of this worker, or of references to its values
+        and others', is refused there, and its end does nothing."""
+        _keep_for_ever(self)  # the end of a store is noted in its file, in the parent's name
+        self._closing_lock, self._is_closed = threading.Lock(), True
+        elsewhere: Any = _Elsewhere(self._refusal)
+        self.agent.network = elsewhere
+        self.references.table.leave_to_parent(self._refusal)
+        current.leave_to_parent(self, self._refusal)
+
+    def _refusal(self) -> NotInitialized:
+        return NotInitialized(
+            f"this process was forked from worker {self.info.name!r} (process {self._process}) and "
+            "has no worker of its own: init_rpc can be called here"
+        )
+
+
+class _Elsewhere:
+    """In the place of what only the parent of a forked process may use."""
+
+    def __init__(self, refusal: Callable[[], NotInitialized]) -> None:
+        self._refusal = refusal
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise self._refusal()
+
+
+def _may_be_blamed() -> bool:
+    """Whether this process was started by `multiprocessing` and has no children: one that has some
+    waits for them at its end, and they may wait for its worker's."""
+    return multiprocessing.parent_process() is not None and not multiprocessing.active_children()
+
+
+def _keep_for_ever(thing: object) -> None:
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
+def _left(deadline: float) -> float:
+    return 0.0 if deadline == float("inf") else max(0.001, deadline - time.monotonic())
+
+
+def start_worker(
+    name: str,
+    rank: int,
+    world_size: int | None,
+    options: RpcOptions,
+    store: Store | None = None,
+    prepare: Callable[[Worker], None] | None = None,
+) -> Worker:
+    """Joins a group.
+
+    Args:
+        store: where to meet; by default what `options.init_method` says.
+        prepare: gets the worker before it talks to anybody.
+    """
+    try:
+        return _start_worker(name, rank, world_size, options, store, prepare)
+    except dist.DistNetworkError as error:
+        raise TelegradError(
+            f"worker {name!r} lost the meeting place before it had joined the group: "
+            f"{str(error).splitlines()[0]}. Check the worker of rank 0, or whatever keeps the "
+            "store, and the network"
+        ) from None
+
+
+def _start_worker(
+    name: str,
+    rank: int,
+    world_size: int | None,
+    options: RpcOptions,
+    store: Store | None,
+    prepare: Callable[[Worker], None] | None,
+) -> Worker:
+    if store is None:
+        store, rank, size = meet(options, rank, world_size)
+    else:
+        size = world_size or 0
+    info = WorkerInfo(name, rank)
+    directory = Directory(store, rank, size)
+    directory.declare()
+    configured = options.configured_secret()
+    all_local = directory.all_on_one_host(host_identity())
+    secret = directory.secret(configured, all_local=all_local, has_certificates=bool(options.tls))
+    worker = Worker(info, secrets.token_bytes(16), derive_key(secret), options, directory)
+    try:
+        if prepare is not None:
+            prepare(worker)
+        worker.start(all_local=all_local)
+    except BaseException:
+        worker.close()
+        raise
+    worker.close_at_exit()
+    return worker

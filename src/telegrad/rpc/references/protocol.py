@@ -1,0 +1,247 @@
+"""How long a remote value lives: the RRef protocol, as a state machine.
+
+No sockets, threads, torch or clocks: an event and the time go in, a list of effects comes out.
+The network may lose, delay, repeat and reorder control messages, and workers may die.
+
+**What it guarantees**
+
+1. *A value outlives its references.* It is not dropped while a live handle, or a reference under
+   way in a message, exists anywhere.
+2. *A value without references is dropped*, and nothing stays in memory on its account.
+3. *Every wait ends*: in a confirmation, in the loss of the worker waited for, or in "gone".
+
+The exception to 1: a worker dies while a reference that it passed on is still unconfirmed. The
+receiver may then find the value gone and is told so.
+
+**Who knows what**
+
+The owner counts *forks*, one per reference that another worker holds, and its own handles. A user
+is one fork; it may have several handles (Python objects).
+
+- *Creation.* ``remote()`` makes the ids; the REMOTE message registers the creator's fork. The
+  answer to the request confirms it. If the request fails, nobody knows whether the message
+  arrived, so the end of such a reference is told to the owner like any other.
+- *A user passes it on.* A makes a child fork for B and must stay registered until the owner counts
+  the child, even if A's own handles die. ``B → owner: FORK``, ``owner → B: FORK_ACCEPTED``,
+  ``B → A: CHILD_ACCEPTED``, ``A → B: CHILD_ACKNOWLEDGED``.
+- *The owner passes it on.* It counts B's fork at once; B is confirmed from the start, without a
+  message. (A reference packed for an unknown receiver is claimed by B with FORK, so that the owner
+  learns whose it is.)
+- *It comes home.* The owner counts a handle and tells the parent CHILD_ACCEPTED.
+- *The end.* A user without handles, confirmed, and with no unconfirmed children, sends
+  ``DELETE`` until it is answered by ``DELETED``.
+
+FORK, CHILD_ACCEPTED and DELETE are idempotent, and repeated until acknowledged
+(`telegrad.rpc.references.outbox`).
+
+**Late and early messages**
+
+A FORK, or the REMOTE message, may come after the DELETE of its fork; it must not bring the fork
+back. The owner keeps a *tombstone* of each deleted fork and of each dropped value for
+`Timing.max_message_age`. No message is older than that, so none can slip in later, and memory is
+bounded in a run of any length. Ids made by the owner itself need no tombstone: either they are in
+its table, or they are over.
+
+A FORK, a fetch, or a reference coming home may also arrive *before* the REMOTE message, over
+another connection. The owner then opens a *placeholder* which the REMOTE message fills. So nobody
+has to wait for a confirmation before using a reference: ``remote(...).to_here()`` takes one round
+trip. (Rejected: fetching only after confirmation, which takes two; and refusing early messages,
+which costs a retry.) The wait for a placeholder ends by the REMOTE message, by the loss of the
+creator, or after `max_message_age`: whoever brought up the id knew of it after the REMOTE message
+was sent, so by then it has arrived or never will.
+
+**Loss of a worker**
+
+The owner strikes off its forks, with tombstones. A user whose owner is lost fails and sends the
+owner nothing more; the parent of one that was not counted yet is told CHILD_ACCEPTED, for it may
+not have lost the owner, and waits. A parent stops waiting for a child on that worker; a child
+whose parent is lost goes on.
+
+A loss is one worker's view. Others may have reached the same worker all the time, or again, as
+after a silence longer than the heartbeat, and may pass references to its values on. So what was
+open at a loss is over for good, and a reference that arrives later is a new matter: its FORK is
+sent, with a new attempt to connect.
+
+A FORK that a dead worker had sent may still arrive after its loss was told. There is no list of
+dead workers, because a worker may come back under its id; instead the answer to it cannot be sent,
+which tells the machine of the loss again. That is why a failed `Send` must be answered with
+`WorkerDied`.
+
+**What the machine cannot see**
+
+Whether a message that carries a reference was sent at all: `PassingAbandoned` says that it was
+not. One that arrived must be unpacked, even if nobody wants it any more (a late reply), so that
+the references in it can end. There is no time limit on a reference under way: a leak until the
+receiver's loss is better than a value dropped under a slow receiver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from telegrad.ids import ForkId, RRefId
+from telegrad.rpc.references.events import (
+    UNKNOWN_WORKER,
+    CreationArrived,
+    CreationConfirmed,
+    CreationFailed,
+    CreationStarted,
+    Effect,
+    Event,
+    FlushStarted,
+    HandleDied,
+    Message,
+    MessageArrived,
+    PassingAbandoned,
+    ReferencePassed,
+    ReferenceReceived,
+    Timing,
+    ValueMade,
+    ValueWanted,
+    WorkerDied,
+)
+from telegrad.rpc.references.outbox import Outbox
+from telegrad.rpc.references.owner import OwnedState, OwnerLedger
+from telegrad.rpc.references.user import UserLedger, UserState
+from telegrad.wire.frames import Kind
+
+__all__ = ["Counts", "RRefProtocol"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Counts:
+    """What upstream's debug information counts."""
+
+    owner_rrefs: int
+    forks: int
+    pending_users: int
+    pending_futures: int
+
+
+class RRefProtocol:
+    """One worker's part in the protocol. Not safe for threads: guard it with one lock."""
+
+    def __init__(self, worker_id: int, timing: Timing | None = None) -> None:
+        timing = timing if timing is not None else Timing()
+        self.worker_id = worker_id
+        self._outbox = Outbox(timing)
+        self._owner = OwnerLedger(worker_id, timing)
+        self._user = UserLedger(self._outbox)
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        """Takes one event in; what is to be done comes out, in order. Defined for every event in
+        every state: what does not fit is late, early or repeated, and changes nothing."""
+        owner, user = self._owner, self._user
+        match event:
+            case MessageArrived(source=source, message=message):
+                return self._handle_message(source, message, now)
+            case ValueMade(rref=rref):
+                return owner.value_made(rref)
+            case CreationArrived(rref=rref, fork=fork, creator=creator):
+                return owner.creation_arrived(rref, fork, creator, now)
+            case ValueWanted(rref=rref):
+                return owner.value_wanted(rref, now)
+            case CreationStarted(rref=rref, fork=fork, owner=owner_id):
+                return user.creation_started(rref, fork, owner_id)
+            case CreationConfirmed(fork=fork):
+                return user.creation_confirmed(fork, now)
+            case CreationFailed(fork=fork):
+                return user.creation_failed(fork, now)
+            case ReferencePassed(rref=rref, fork=fork, parent=None, to=to):
+                return owner.passed(rref, fork, to)
+            case ReferencePassed(fork=fork, parent=ForkId() as parent, to=to):
+                return user.passed(fork, parent, to)
+            case PassingAbandoned(rref=rref, fork=fork):
+                return user.release_child(fork, now) + owner.strike_fork(rref, fork, now)
+            case ReferenceReceived():
+                return self._receive(event, now)
+            case HandleDied(rref=rref, fork=None):
+                return owner.handle_died(rref, now)
+            case HandleDied(fork=ForkId() as fork):
+                return user.handle_died(fork, now)
+            case WorkerDied(worker=worker):
+                return owner.worker_died(worker, now) + user.worker_died(worker, now)
+            case FlushStarted():
+                return user.flush_started(now)
+        raise TypeError(f"not an event of the RRef protocol: {event!r}")
+
+    def tick(self, now: float) -> list[Effect]:
+        """What the passing of time asks for; call it at `next_deadline`, or later, or sooner."""
+        return [*self._outbox.due(now), *self._owner.tick(now)]
+
+    def next_deadline(self) -> float | None:
+        """When `tick` will have something to do, if nothing happens before."""
+        retry, expiry = self._outbox.next_deadline(), self._owner.next_deadline()
+        if retry is None or expiry is None:
+            return retry if expiry is None else expiry
+        return min(retry, expiry)
+
+    # --- What can be asked -----------------------------------------------------------------------
+
+    def owned_state(self, rref: RRefId) -> OwnedState | None:
+        return self._owner.state_of(rref)
+
+    def user_state(self, fork: ForkId) -> UserState | None:
+        return self._user.state_of(fork)
+
+    def can_pass(self, fork: ForkId) -> bool:
+        """Whether a child may be made from this user's fork."""
+        return self._user.can_pass(fork)
+
+    def forks(self) -> Iterable[tuple[RRefId, ForkId, int]]:
+        """What this worker holds for others: value, fork, and whose it is."""
+        return self._owner.forks()
+
+    def references(self) -> Iterable[tuple[RRefId, ForkId, int, UserState]]:
+        """What others hold for this worker: value, fork, owner, state."""
+        return self._user.references()
+
+    def is_settled(self) -> bool:
+        """Whether no reference crosses this worker's border, either way, nor any message."""
+        no_forks = next(iter(self._owner.forks()), None) is None
+        return no_forks and self.has_let_go()
+
+    def has_let_go(self) -> bool:
+        """Whether this worker holds none of others' values, and all have been told."""
+        return self._user.is_empty() and not self._outbox
+
+    def is_empty(self) -> bool:
+        """Whether the machine remembers nothing at all."""
+        return self._owner.is_empty() and self._user.is_empty() and not self._outbox
+
+    def counts(self) -> Counts:
+        return Counts(
+            owner_rrefs=self._owner.count_forked(),
+            forks=sum(1 for _ in self._owner.forks()),
+            pending_users=self._user.count_pending(),
+            pending_futures=len(self._outbox),
+        )
+
+    # --- Parts -----------------------------------------------------------------------------------
+
+    def _handle_message(self, source: int, message: Message, now: float) -> list[Effect]:
+        rref, fork = message.rref, message.fork
+        match message.kind:
+            case Kind.RREF_FORK:
+                return self._owner.fork_arrived(rref, fork, source, now)
+            case Kind.RREF_FORK_ACCEPTED:
+                return self._user.fork_answered(fork, message.gone, now)
+            case Kind.RREF_CHILD_ACCEPTED:
+                return self._user.child_accepted(rref, fork, source, now)
+            case Kind.RREF_CHILD_ACKNOWLEDGED:
+                return self._user.child_acknowledged(fork)
+            case Kind.RREF_DELETE:
+                return self._owner.delete_arrived(rref, fork, source, now)
+            case Kind.RREF_DELETED:
+                return self._user.deleted(fork)
+        return []  # not a message of this protocol: nobody should have sent it here
+
+    def _receive(self, event: ReferenceReceived, now: float) -> list[Effect]:
+        if event.owner != self.worker_id:
+            return self._user.received(event.rref, event.fork, event.owner, event.parent, now)
+        effects = self._owner.received(event.rref, event.fork, now)
+        if event.parent not in (self.worker_id, UNKNOWN_WORKER):
+            message = Message(kind=Kind.RREF_CHILD_ACCEPTED, rref=event.rref, fork=event.fork)
+            effects.append(self._outbox.send(event.parent, message, now))
+        return effects
