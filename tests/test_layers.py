@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -68,6 +70,43 @@ def test_imports_point_upward_only(path):
         assert LEVEL[imported] <= LEVEL[part], f"{path}:{line}: {part} must not import {name}"
         if imported in LEAVES:
             assert imported == part or LEVEL[part] > LEVEL[imported], f"{path}:{line}: {name}"
+
+
+ROOMS = {
+    ".".join(path.parent.relative_to(SOURCE.parent).parts): set(re.findall(r"`(\w+)`", doors))
+    for path in MODULES
+    if path.name == "__init__.py"
+    for _, named, doors in [
+        (ast.get_docstring(ast.parse(path.read_text())) or "").partition("Doors:")
+    ]
+    if named
+}
+"""Packages that name their doors in their docstrings."""
+
+
+def module_of(name: str) -> str:
+    """The module of an imported name: itself, or what it is imported from."""
+    is_module = SOURCE.parent.joinpath(*name.split(".")).with_suffix(".py").exists()
+    return name if is_module else name.rpartition(".")[0]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_rooms_are_entered_by_their_doors(path):
+    here = ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts)
+    for line, name in imports(path):
+        module = module_of(name)
+        room, _, last = module.rpartition(".")
+        if room in ROOMS and not here.startswith(f"{room}."):
+            assert last in ROOMS[room], f"{path}:{line}: {last} is not a door of {room}"
+
+
+def test_every_door_is_there():
+    assert len(ROOMS) >= 10
+    for room, doors in ROOMS.items():
+        for door in doors:
+            place = SOURCE.parent.joinpath(*room.split("."), f"{door}.py")
+            if not place.exists():
+                assert hasattr(importlib.import_module(room), door), f"{room} has no {door}"
 
 
 def test_the_command_line_does_not_load_the_yardstick():

@@ -14,7 +14,7 @@ import torch
 
 from telegrad.autograd import AutogradEngine
 from telegrad.errors import WorkerLost
-from telegrad.rpc.calls.seams import NO_CONTEXT
+from telegrad.rpc.seams import NO_CONTEXT
 from telegrad.wire.codec import Packet
 
 

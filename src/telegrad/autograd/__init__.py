@@ -32,8 +32,8 @@ from telegrad.autograd.contexts.context import (
 from telegrad.autograd.passes.engine import AutogradEngine
 from telegrad.drop_in import torch_phrase
 from telegrad.errors import ContextError, NotInitialized, TelegradError
-from telegrad.rpc.calls.seams import NO_CONTEXT
 from telegrad.rpc.group import current
+from telegrad.rpc.seams import NO_CONTEXT
 
 __all__ = [
     "AutogradEngine",

@@ -27,8 +27,8 @@ from telegrad.errors import NotInitialized, RemoteError, RpcTimeout, WorkerLost
 from telegrad.observe.boxes import Box, DistributedGraph, WorkerGraph
 from telegrad.observe.folding import fold
 from telegrad.observe.graph_walk import GraphWalk
-from telegrad.rpc.calls.seams import NO_CONTEXT
 from telegrad.rpc.group import current
+from telegrad.rpc.seams import NO_CONTEXT
 
 __all__ = ["describe", "describe_here"]
 

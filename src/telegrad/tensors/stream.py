@@ -24,9 +24,9 @@ from torch.futures import Future
 from telegrad.errors import NotInitialized, TelegradError, WorkerLost
 from telegrad.locks import is_held_here
 from telegrad.rpc.calls.agent import Agent
-from telegrad.rpc.calls.seams import Timer
 from telegrad.rpc.group import current
 from telegrad.rpc.group.worker import extensions
+from telegrad.rpc.seams import Timer
 from telegrad.tensors.operations import Operation
 from telegrad.tensors.table import (
     EXTENSION,

@@ -30,8 +30,8 @@ import torch
 
 from telegrad.errors import RpcTimeout, WorkerLost
 from telegrad.rpc.calls.kept_errors import fail
-from telegrad.rpc.calls.seams import Handler, Rescue, Timer
 from telegrad.rpc.connections.conversation import Interruption
+from telegrad.rpc.seams import Handler, Rescue, Timer
 from telegrad.wire.frames import Kind
 
 __all__ = ["SimulatedMessenger", "SimulatedNetwork"]

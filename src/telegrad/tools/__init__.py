@@ -1,0 +1,1 @@
+"""The command line and what it runs: `telegrad run`, `demo`, `bench` and `doctor`."""

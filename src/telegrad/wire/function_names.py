@@ -16,6 +16,7 @@ The names are not a sandbox: who may name a function may call it. Peers are auth
 from __future__ import annotations
 
 import importlib
+import struct
 import sys
 import types
 import weakref
@@ -27,7 +28,9 @@ import torch
 from telegrad.drop_in import torch_phrase
 from telegrad.errors import SerializationError
 
-__all__ = ["function_named", "name_of"]
+__all__ = ["function_named", "name_in", "name_of", "pack_name"]
+
+_LENGTH = struct.Struct("<H")
 
 # Builtins of torch carry no usable name of their own; these are the places where people find them.
 _TORCH_PLACES = (
@@ -91,6 +94,23 @@ def name_of(func: Any) -> bytes | None:
         if found is func:
             return known.name
     return _search(func)
+
+
+def pack_name(name: bytes) -> bytes:
+    """What stands in front of a call's arguments. Without a name the function is among them."""
+    return _LENGTH.pack(len(name)) + name
+
+
+def name_in(body: bytes, offset: int) -> tuple[bytes, int]:
+    """The name in the call at `offset`, and where its arguments begin.
+
+    Raises:
+        struct.error: the body is too short for one.
+    """
+    (length,) = _LENGTH.unpack_from(body, offset)
+    start = offset + _LENGTH.size
+    end = start + length
+    return body[start:end], end
 
 
 def function_named(name: bytes) -> Callable[..., Any]:

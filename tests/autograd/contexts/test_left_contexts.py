@@ -13,7 +13,7 @@ from telegrad import autograd
 from telegrad.autograd import context
 from telegrad.autograd.contexts.context import thread_context
 from telegrad.autograd.contexts.registry import ContextRegistry
-from telegrad.rpc.calls.seams import NO_CONTEXT
+from telegrad.rpc.seams import NO_CONTEXT
 from telegrad.testing.cluster import cluster
 
 STEPS = dict.fromkeys(

@@ -10,7 +10,7 @@ import torch
 from autograd_cluster import Cluster
 
 from telegrad.errors import BackwardError, ContextError, NotInitialized
-from telegrad.rpc.calls.seams import NO_CONTEXT
+from telegrad.rpc.seams import NO_CONTEXT
 from telegrad.wire.frames import Kind
 
 SEND = "torch::distributed::autograd::SendRpcBackward"

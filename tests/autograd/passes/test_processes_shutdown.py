@@ -6,7 +6,7 @@ import pytest
 
 from telegrad import autograd, rpc
 from telegrad.autograd.contexts.context import thread_context
-from telegrad.rpc.calls.seams import NO_CONTEXT
+from telegrad.rpc.seams import NO_CONTEXT
 from telegrad.testing.cluster import cluster
 
 

@@ -15,7 +15,7 @@ import torch
 from telegrad.autograd.contexts.message_nodes import SendFunction
 from telegrad.autograd.local import leaves
 from telegrad.autograd.thread_state import carry, drop, peek, stash, swap
-from telegrad.rpc.calls.seams import NO_CONTEXT
+from telegrad.rpc.seams import NO_CONTEXT
 
 if TYPE_CHECKING:
     from telegrad.autograd.local.waves import LeafGradient

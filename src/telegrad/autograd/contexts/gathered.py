@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Callable, Sequence
 
 from telegrad.errors import TelegradError
-from telegrad.rpc.calls.seams import Messenger, Timer
+from telegrad.rpc.seams import Messenger, Timer
 from telegrad.wire.frames import Kind
 
 __all__ = ["Gathered", "ids_in"]

@@ -34,7 +34,7 @@ from telegrad.autograd.local.walks import MOST_WALKED, look_ahead
 from telegrad.drop_in import torch_phrase
 from telegrad.errors import ContextError
 from telegrad.ids import WorkerCounter
-from telegrad.rpc.calls.seams import NO_CONTEXT, Messenger, Timer
+from telegrad.rpc.seams import NO_CONTEXT, Messenger, Timer
 from telegrad.wire.frames import Kind
 
 __all__ = ["ContextRegistry"]

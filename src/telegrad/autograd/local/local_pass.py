@@ -43,7 +43,7 @@ from telegrad.autograd.local.waves import (
     catch,
 )
 from telegrad.autograd.passes.protocol import Standing
-from telegrad.rpc.calls.seams import NO_CONTEXT
+from telegrad.rpc.seams import NO_CONTEXT
 
 __all__ = ["LocalPass"]
 

@@ -23,7 +23,7 @@ from telegrad.autograd.passes.protocol import (
     StrikeOff,
 )
 from telegrad.errors import WorkerLost
-from telegrad.rpc.calls.seams import Messenger
+from telegrad.rpc.seams import Messenger
 from telegrad.wire.frames import Kind
 
 if TYPE_CHECKING:

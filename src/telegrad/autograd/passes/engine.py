@@ -43,8 +43,8 @@ from telegrad.autograd.passes.protocol import (
 from telegrad.drop_in import torch_phrase
 from telegrad.errors import BackwardError, TelegradError, WorkerLost
 from telegrad.ids import WorkerCounter, worker_of
-from telegrad.rpc.calls.seams import Messenger
 from telegrad.rpc.connections.conversation import Interruption
+from telegrad.rpc.seams import Messenger
 from telegrad.threads import heed_num_threads
 from telegrad.wire.codec import Packet
 from telegrad.wire.frames import Kind

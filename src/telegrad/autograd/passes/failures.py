@@ -22,7 +22,7 @@ from telegrad.drop_in import torch_phrase
 from telegrad.errors import BackwardError, ContextError, TelegradError, WorkerLost
 from telegrad.ids import WorkerCounter, worker_of
 from telegrad.rpc.calls.error_texts import text_of, traceback_of
-from telegrad.rpc.calls.seams import Messenger
+from telegrad.rpc.seams import Messenger
 from telegrad.wire.frames import Kind
 
 if TYPE_CHECKING:

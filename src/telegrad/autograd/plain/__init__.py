@@ -7,7 +7,8 @@ as in one process, and `backward` raises what goes wrong. `passes` is what a wor
 gradients that come, `calls` makes and serves the calls.
 
 Doors: `record_call` and `Residents` for callers; `export_leaves` for functions;
-`attach`, which gives every worker an engine.
+`attach`, which gives every worker an engine; `calls`, `nodes`, `notes`, `passes` and `segments` for
+pipelines and pictures.
 """
 
 from __future__ import annotations

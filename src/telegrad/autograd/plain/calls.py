@@ -49,9 +49,9 @@ from telegrad.rpc.calls.outcome import (
     described_by_arguments,
     is_described_by_arguments,
 )
-from telegrad.rpc.calls.seams import NO_CONTEXT
 from telegrad.rpc.connections.network import Send
 from telegrad.rpc.group import current
+from telegrad.rpc.seams import NO_CONTEXT
 from telegrad.transport.base import ConnectionClosed, TransportTimeout
 from telegrad.wire.codec import Packet
 from telegrad.wire.frames import Flags, Frame, Kind

@@ -14,7 +14,7 @@ from typing import Any
 from telegrad.autograd.contexts.context import CarriedContext, thread_context
 from telegrad.compat.torchscript.interruptions import was_interrupted
 from telegrad.compat.torchscript.waiting import calling
-from telegrad.rpc.calls.seams import NO_CONTEXT
+from telegrad.rpc.seams import NO_CONTEXT
 
 __all__ = ["carrying"]
 

@@ -31,7 +31,6 @@ from telegrad.errors import (
     WorkerLost,
 )
 from telegrad.rpc.calls.async_call import AsyncCall, NotSent
-from telegrad.rpc.calls.call_head import pack_call_head
 from telegrad.rpc.calls.outcome import (
     describe_call,
     describe_message,
@@ -39,7 +38,6 @@ from telegrad.rpc.calls.outcome import (
     rebuild_failure,
 )
 from telegrad.rpc.calls.own_calls import OwnCalls
-from telegrad.rpc.calls.seams import NO_CONTEXT, Handler, Rescue, Timer
 from telegrad.rpc.calls.service import Service
 from telegrad.rpc.connections.conversation import Interruption, messages_in
 from telegrad.rpc.connections.multiplex import Multiplex
@@ -49,10 +47,11 @@ from telegrad.rpc.connections.thread_pool import DEEPEST
 from telegrad.rpc.group.options import RpcOptions
 from telegrad.rpc.group.rendezvous import Directory
 from telegrad.rpc.group.worker_info import WorkerInfo
+from telegrad.rpc.seams import NO_CONTEXT, Handler, Rescue, Timer
 from telegrad.transport.base import ConnectionClosed, TransportTimeout
 from telegrad.wire.codec import Codec, Encoded
 from telegrad.wire.frames import Flags, Frame, Kind, Unread, pack_rider
-from telegrad.wire.function_names import name_of
+from telegrad.wire.function_names import name_of, pack_name
 
 __all__ = ["Agent"]
 
@@ -248,7 +247,7 @@ class Agent:
         name = name_of(func)
         if name is None or len(name) >= _HEAD_ROOM // 2:
             name = b""
-        head = pack_call_head(name)
+        head = pack_name(name)
         if name:
             encoded = self.codec.encode_arguments(args, kwargs, to)
         else:

@@ -11,9 +11,9 @@ from telegrad.errors import RpcTimeout, TelegradError, WorkerLost
 from telegrad.rpc.calls.error_texts import timeout_text
 from telegrad.rpc.calls.futures import CallFuture
 from telegrad.rpc.calls.outcome import as_exception
-from telegrad.rpc.calls.seams import NO_CONTEXT
 from telegrad.rpc.connections.multiplex import PendingCall
 from telegrad.rpc.connections.peer import Peer
+from telegrad.rpc.seams import NO_CONTEXT
 from telegrad.wire.codec import References
 from telegrad.wire.frames import Frame
 

@@ -17,19 +17,18 @@ from torch._C import _set_grad_enabled
 from torch.futures import Future
 
 from telegrad.errors import NotAllowed, ProtocolError, SerializationError, TelegradError
-from telegrad.rpc.calls.call_head import name_in
 from telegrad.rpc.calls.outcome import describe_message, pack_failure
-from telegrad.rpc.calls.seams import NO_CONTEXT, Handler, Recorder, Rescue
 from telegrad.rpc.connections.conversation import Conversation
 from telegrad.rpc.connections.network import Send
 from telegrad.rpc.connections.peer import Peer
 from telegrad.rpc.functions import checked_future, guarded
 from telegrad.rpc.group.worker_info import WorkerInfo
+from telegrad.rpc.seams import NO_CONTEXT, Handler, Recorder, Rescue
 from telegrad.transport.base import ConnectionClosed, TransportTimeout
 from telegrad.wire.allowed.allow_list import AllowList
 from telegrad.wire.codec import Codec
 from telegrad.wire.frames import Flags, Frame, Kind, Unread, rider_size, split_rider
-from telegrad.wire.function_names import function_named
+from telegrad.wire.function_names import function_named, name_in
 from telegrad.wire.tensor_table.layout import is_leaf
 from telegrad.wire.tensor_table.unpack import Attach
 

@@ -28,7 +28,6 @@ from telegrad.errors import RpcTimeout, RRefError
 from telegrad.ids import ForkId, RRefId, first_of_life
 from telegrad.rpc.calls.agent import Agent
 from telegrad.rpc.calls.async_call import AsyncCall
-from telegrad.rpc.calls.call_head import name_in
 from telegrad.rpc.calls.error_texts import timeout_text
 from telegrad.rpc.calls.kept_errors import again, fail, without_frames
 from telegrad.rpc.calls.outcome import as_exception, describe_function
@@ -43,7 +42,7 @@ from telegrad.rpc.references.rref import RRef, rebuild_rref
 from telegrad.rpc.references.table import RRefTable
 from telegrad.wire.codec import Codec, Encoded, Reducer
 from telegrad.wire.frames import Frame, Kind
-from telegrad.wire.function_names import name_of
+from telegrad.wire.function_names import name_in, name_of
 from telegrad.wire.salvage import arguments_in
 
 __all__ = ["REMOTE_HEAD", "RemoteReferences", "register_reducer"]

@@ -28,7 +28,6 @@ from typing import Any, NoReturn, Protocol
 from telegrad.errors import NotInitialized, RRefError, SerializationError, TelegradError, WorkerLost
 from telegrad.ids import ForkId, RRefId
 from telegrad.locks import Turns
-from telegrad.rpc.calls.seams import Messenger, Timer
 from telegrad.rpc.references import events as ev
 from telegrad.rpc.references import texts
 from telegrad.rpc.references.housekeeper import Handle, Housekeeper
@@ -36,6 +35,7 @@ from telegrad.rpc.references.in_messages import Made, PackedReferences
 from telegrad.rpc.references.protocol import RRefProtocol
 from telegrad.rpc.references.records import Creation, OwnerEntry, UserRecord
 from telegrad.rpc.references.rref import RRef, rebuild_rref
+from telegrad.rpc.seams import Messenger, Timer
 from telegrad.wire.frames import Kind
 
 __all__ = ["Call", "Fetch", "RRefTable", "WorkerInfo"]

@@ -15,12 +15,11 @@ import torch
 
 from telegrad.compat.rpc.internal import builtin_name
 from telegrad.compat.torchscript.scripted import Target
-from telegrad.rpc.calls.call_head import name_in
 from telegrad.rpc.references.fetch import REMOTE_HEAD
 from telegrad.transport.base import Connection, Transport
 from telegrad.transport.wrapping import LateConnection, WrappedTransport, without_rider
 from telegrad.wire.frames import Flags, Frame, Kind
-from telegrad.wire.function_names import function_named
+from telegrad.wire.function_names import function_named, name_in
 
 __all__ = ["FaultPlan", "call_kind", "faulty_transport"]
 
