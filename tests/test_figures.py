@@ -29,3 +29,11 @@ def test_every_figure_is_fresh(figures):
 
 def test_every_picture_is_made_by_the_program(figures):
     assert {path.name for path in (DOCS / "images").iterdir()} == set(figures)
+
+
+def test_the_ways_of_calls_are_those_of_a_run(figures):
+    import call_paths
+
+    page = call_paths.PAGE.read_text(encoding="utf-8")
+    shown = page.partition(call_paths.BEGIN)[2].partition(call_paths.END)[0]
+    assert shown == call_paths.drawn(call_paths.all_traces()), "run `python docs/call_paths.py`"

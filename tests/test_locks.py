@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import pathlib
+import re
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -94,3 +98,21 @@ def test_many_threads_lose_no_step():
     for thread in threads:
         thread.join()
     assert turns.exclusively(lambda: count) == 8000
+
+
+PAGE = pathlib.Path(__file__).parents[1] / "docs" / "explanation" / "architecture.md"
+
+
+def test_locks_are_nested_as_the_architecture_page_says():
+    program = pathlib.Path(__file__).with_name("lock_program.py")
+    done = subprocess.run(
+        [sys.executable, program], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = {tuple(line.split()) for line in done.stdout.splitlines()}
+    text = PAGE.read_text(encoding="utf-8")
+    allowed = set(re.findall(r"^- `(\S+)` → `(\S+)`", text, re.MULTILINE))
+    assert len(allowed) >= 4
+    assert ("rpc/api", "rpc/group/members") in found  # it has seen something
+    wrong = {pair for pair in found if pair not in allowed and pair[0] != "rpc/api"}
+    assert not wrong
