@@ -93,12 +93,14 @@ class RemoteTensor(Tensor):
             # view may as well not be.
             with torch.inference_mode(False):
                 return RemoteTensor.__new__(cls, handle, spec)
+        is_dense = spec.layout is torch.strided
         tensor: RemoteTensor = Tensor._make_wrapper_subclass(
             cls,
             spec.shape,
-            spec.stride,
-            spec.offset,
+            spec.stride if is_dense else None,
+            spec.offset if is_dense else None,
             dtype=spec.dtype,
+            layout=spec.layout,
             device=handle.stream.device,
         )
         tensor.handle = handle
