@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, ParamSpec, TypeVar, ca
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from telegrad import rpc
 from telegrad.autograd.caller_modes import CallerModes, capture, entered
@@ -170,7 +171,8 @@ def object(worker: Worker, cls: Callable[P, T], /, *args: P.args, **kwargs: P.kw
 
     Raises:
         Exception: what the constructor raises.
-        WorkerLost, SerializationError, NotInitialized, TypeError, TelegradError: as for `call`.
+        WorkerLost, SerializationError, NotInitialized, TypeError, TelegradError: as for `call`;
+            or an argument is a tensor with a history, to which no gradient would come back.
 
     Example::
 
@@ -184,6 +186,7 @@ def object(worker: Worker, cls: Callable[P, T], /, *args: P.args, **kwargs: P.kw
             f"telegrad.object() makes an object there, and got one, a {type(cls).__name__}: pass "
             'its class and the arguments, telegrad.object("name", cls, ...)'
         )
+    refuse_history("telegrad.object", args, kwargs)
     engine = engine_here()
     engine.refuse_in_event_loop("telegrad.object")
     func, arguments, keywords = _in_modes_of_caller(cls, args, kwargs)
@@ -194,6 +197,21 @@ def object(worker: Worker, cls: Callable[P, T], /, *args: P.args, **kwargs: P.kw
     with torch.no_grad():
         name, methods = engine.call(to, _describe, (rref,))
     return cast(T, RemoteObject(rref, name, methods))
+
+
+def refuse_history(caller: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """
+    Raises:
+        TelegradError: an argument is a tensor that was computed from others which require grad.
+            What lives on a worker outlives a backward pass, which could not go through it.
+    """
+    for each in tree_leaves((args, kwargs)) if torch.is_grad_enabled() else ():
+        if isinstance(each, Tensor) and each.requires_grad and not each.is_leaf:
+            raise TelegradError(
+                f"an argument of {caller}() is a tensor with a history (its grad_fn is "
+                f"{type(each.grad_fn).__name__}), and no gradient would come back through what is "
+                "made there: pass tensor.detach(), or pass the tensor to a method or forward"
+            )
 
 
 class RemoteFuture(Generic[T]):

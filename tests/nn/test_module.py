@@ -580,8 +580,15 @@ def test_what_cannot_be_done_from_here_is_refused():
         net.frozen = nn.Parameter(torch.ones(6))
     with pytest.raises(TelegradError, match="has no parameter or buffer 'other'"):
         net.register_buffer("other", torch.ones(6))
-    with pytest.raises(Exception, match=r"from here|class"):
+    with pytest.raises(TelegradError, match="from here: (do it|register them) in a method"):
         nn.utils.parametrizations.weight_norm(net.head)
+    for name in ("frozen", "mask", "body"):
+        with pytest.raises(TelegradError, match=f"{name!r} of the Net.*cannot be deleted"):
+            delattr(net, name)
+    with pytest.raises(TelegradError, match=r"torch\.func transforms"):
+        torch.func.grad(lambda p: torch.func.functional_call(net, p, inputs()).sum())(
+            {name: p.detach() for name, p in net.named_parameters()}
+        )
     with pytest.raises(TypeError, match="can only be copied with the whole module"):
         copy.deepcopy(net.body)
     with pytest.raises(TypeError, match="needs a class of modules"):

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from telegrad.autograd.caller_modes import capture
-from telegrad.autograd.plain import Residents, engine_here, record_call
+from telegrad.autograd.plain import Residents, engine_here, record_call, refuse_transforms
 from telegrad.errors import (
     NotInitialized,
     RpcTimeout,
@@ -121,6 +121,7 @@ class Connection:
         if tensor is None:
             return None, False
         if not isinstance(tensor, RemoteTensor):
+            refuse_transforms()  # which put wrappers in the places of parameters
             raise TelegradError(
                 f"{name!r} of the module on worker {self.stream.worker_name!r} is a tensor of this "
                 "process: copy_ it to the tensor there"

@@ -35,7 +35,7 @@ from telegrad.nn.module_there import (
     set_attribute,
     set_extra_state,
 )
-from telegrad.remote_calls import RemoteFuture
+from telegrad.remote_calls import RemoteFuture, refuse_history
 from telegrad.rpc.arguments import in_words_of_caller
 from telegrad.rpc.plain_arguments import checked_worker
 from telegrad.rpc.remote import register_reducer
@@ -65,7 +65,8 @@ def module(
         Exception: what `cls` raises there.
         NotInitialized: this process is in no group.
         TypeError: `cls` is neither a class of modules nor a function, or `worker` is not a worker.
-        TelegradError: there is no such worker.
+        TelegradError: there is no such worker; or an argument is a tensor with a history, to which
+            no gradient would come back.
         SerializationError: an argument cannot be sent. It says which.
         WorkerLost: the worker dies, or does not answer.
 
@@ -85,6 +86,7 @@ def module(
             f"{what}. Pass the class and its arguments apart: "
             'telegrad.module("name", nn.Linear, 3, 3)'
         )
+    refuse_history("telegrad.module", args, kwargs)
     stream = stream_to(to)
     hook_steps()
     try:
@@ -180,7 +182,21 @@ class PlacedPart(nn.Module):
         method.submit = submit  # type: ignore[attr-defined]
         return method
 
+    def __delattr__(self, name: str) -> None:
+        tables = self._parameters, self._buffers, self._modules
+        if any(name in table for table in tables):
+            raise TelegradError(
+                f"{name!r} of {self._where()} cannot be deleted from here: do it in a method of "
+                "the class, or assign None to a parameter or buffer"
+            )
+        super().__delattr__(name)
+
     def __setattr__(self, name: str, value: Any) -> None:
+        if name == "__class__":  # what torch.nn.utils.parametrize does
+            raise TelegradError(
+                f"{self._where()} cannot get another class from here, as parametrizations give it: "
+                "register them in a method of the class there, or in its __init__"
+            )
         if name.startswith("_") or name == "training":
             super().__setattr__(name, value)
         elif isinstance(value, nn.Module) or name in self._modules:

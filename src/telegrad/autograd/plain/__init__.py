@@ -23,6 +23,7 @@ from telegrad.autograd.plain.calls import (
     is_packing_arguments,
     record_call,
 )
+from telegrad.autograd.plain.nodes import refuse_transforms
 from telegrad.rpc.worker import extensions
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "export_leaves",
     "is_packing_arguments",
     "record_call",
+    "refuse_transforms",
 ]
 
 
