@@ -580,7 +580,7 @@ def test_what_cannot_be_done_from_here_is_refused():
         net.frozen = nn.Parameter(torch.ones(6))
     with pytest.raises(TelegradError, match="has no parameter or buffer 'other'"):
         net.register_buffer("other", torch.ones(6))
-    with pytest.raises(TelegradError, match="from here: (do it|register them) in a method"):
+    with pytest.raises(TelegradError, match=r"from here: (do it|register them) in a method"):
         nn.utils.parametrizations.weight_norm(net.head)
     for name in ("frozen", "mask", "body"):
         with pytest.raises(TelegradError, match=f"{name!r} of the Net.*cannot be deleted"):
