@@ -211,6 +211,14 @@ def test_what_a_stand_in_cannot_do_it_says():
             attempt(shelf)
 
 
+def test_what_is_made_on_a_worker_is_not_made_of_a_tensor_with_a_history():
+    leaf = torch.ones(3, requires_grad=True)
+    for make in (telegrad.object, telegrad.module):
+        with pytest.raises(TelegradError, match=r"history.*MulBackward0.*pass tensor\.detach\(\)"):
+            make("worker1", nn.ParameterList, [leaf * 2])
+        make("worker1", nn.ParameterList, [(leaf * 2).detach(), leaf])
+
+
 def test_join_is_called_once():
     with pytest.raises(TelegradError, match=r"this process is 'worker0' of a group already: join"):
         telegrad.join()

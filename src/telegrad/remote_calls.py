@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, ParamSpec, TypeVar, ca
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from telegrad import rpc
 from telegrad.autograd.caller_modes import CallerModes, capture, entered
@@ -170,7 +171,8 @@ def object(worker: Worker, cls: Callable[P, T], /, *args: P.args, **kwargs: P.kw
 
     Raises:
         Exception: what the constructor raises.
-        WorkerLost, SerializationError, NotInitialized, TypeError, TelegradError: as for `call`.
+        WorkerLost, SerializationError, NotInitialized, TypeError, TelegradError: as for `call`;
+            or an argument is a tensor with a history, to which no gradient would come back.
 
     Example::
 
@@ -184,6 +186,7 @@ def object(worker: Worker, cls: Callable[P, T], /, *args: P.args, **kwargs: P.kw
             f"telegrad.object() makes an object there, and got one, a {type(cls).__name__}: pass "
             'its class and the arguments, telegrad.object("name", cls, ...)'
         )
+    refuse_history("telegrad.object", args, kwargs)
     engine = engine_here()
     engine.refuse_in_event_loop("telegrad.object")
     func, arguments, keywords = _in_modes_of_caller(cls, args, kwargs)
@@ -194,6 +197,21 @@ def object(worker: Worker, cls: Callable[P, T], /, *args: P.args, **kwargs: P.kw
     with torch.no_grad():
         name, methods = engine.call(to, _describe, (rref,))
     return cast(T, RemoteObject(rref, name, methods))
+
+
+def refuse_history(caller: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """
+    Raises:
+        TelegradError: an argument is a tensor that was computed from others which require grad.
+            What lives on a worker outlives a backward pass, which could not go through it.
+    """
+    for each in tree_leaves((args, kwargs)) if torch.is_grad_enabled() else ():
+        if isinstance(each, Tensor) and each.requires_grad and not each.is_leaf:
+            raise TelegradError(
+                f"an argument of {caller}() is a tensor with a history (its grad_fn is "
+                f"{type(each.grad_fn).__name__}), and no gradient would come back through what is "
+                "made there: pass tensor.detach(), or pass the tensor to a method or forward"
+            )
 
 
 class RemoteFuture(Generic[T]):
@@ -222,12 +240,8 @@ class RemoteFuture(Generic[T]):
         """
         self._wait(timeout)
         self._done.value()  # raises what the function has raised
+        self._check()
         engine = self._engine
-        if engine.is_closed:
-            raise NotInitialized(
-                f"the result of a function on worker {engine.name_of(self._owner)!r} is gone: its "
-                "group has been closed. Ask for results before"
-            )
         return cast(T, engine.call(self._owner, _itself, (self,)))
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
@@ -275,6 +289,14 @@ class RemoteFuture(Generic[T]):
         value: T = yield from fetched.__await__()
         return value
 
+    def _check(self) -> None:
+        engine = self._engine
+        if engine.is_closed:
+            raise NotInitialized(
+                f"the result of a function on worker {engine.name_of(self._owner)!r} is gone: its "
+                "group has been closed. Ask for results before"
+            )
+
     def _wait(self, timeout: float | None) -> None:
         """Ends when the function does, with its worker, or after `timeout` seconds."""
         if self._done.done():
@@ -316,6 +338,7 @@ def _reduce_future(future: RemoteFuture[Any], _destination: int) -> Any:
             "a future of telegrad.submit can only be sent as an argument of telegrad.call or "
             "telegrad.submit; send or return future.result() instead"
         )
+    future._check()
     future._done.add_done_callback(_hear)  # whoever uses it gets its failure
     error = future.exception() if future._done.done() else None
     if isinstance(error, TelegradError):
@@ -362,6 +385,7 @@ class RemoteMethod:
         self._name = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._object._check()
         to = self._object._rref.owner()
         try:
             return call(to, _call_method, self._object, self._name, *args, **kwargs)
@@ -370,6 +394,7 @@ class RemoteMethod:
 
     def submit(self, *args: Any, **kwargs: Any) -> RemoteFuture[Any]:
         """Calls the method without waiting."""
+        self._object._check()
         to = self._object._rref.owner()
         try:
             return submit(to, _call_method, self._object, self._name, *args, **kwargs)
@@ -387,6 +412,7 @@ class RemoteObject:
         self._rref = rref
         self._class_name = class_name
         self._methods = frozenset(methods)
+        self._engine = engine_here()
 
     def __getattr__(self, name: str) -> RemoteMethod:
         if name.startswith("_"):
@@ -400,13 +426,20 @@ class RemoteObject:
         return RemoteMethod(self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in ("_rref", "_class_name", "_methods"):
+        if name in ("_rref", "_class_name", "_methods", "_engine"):
             super().__setattr__(name, value)
             return
         raise AttributeError(
             f"{self!r} is a stand-in, whose fields cannot be set from here: use "
             f"telegrad.call({self._rref.owner_name()!r}, setattr, it, {name!r}, value)"
         )
+
+    def _check(self) -> None:
+        if self._engine.is_closed:
+            raise NotInitialized(
+                f"{self!r} is gone: the group of that worker has been closed. Use objects before, "
+                "and make them again in a group that is open"
+            )
 
     def _special(self, name: str, cannot: str, *args: Any, **kwargs: Any) -> Any:
         if name not in self._methods:
@@ -455,6 +488,7 @@ class RemoteObject:
 
 
 def _reduce_object(stand_in: RemoteObject, _destination: int) -> Any:
+    stand_in._check()
     rref = stand_in._rref
     if not rref.is_owner():
         try:

@@ -8,6 +8,7 @@ import io
 import pickle
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -371,12 +372,32 @@ def test_other_parameters_may_be_used_for_one_call():
     same(program, 1e-5)
 
 
-def test_a_sparse_gradient_is_refused():
-    net = telegrad.module("worker1", nn.Embedding, 5, 2, sparse=True)
-    with pytest.raises(Exception, match="sparse gradient"):
-        net(torch.tensor([1])).sum().backward()
-    things_left(net)
-    assert graphs_left() == [0, 0, 0]
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("cls", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        torch.optim.SparseAdam,
+        torch.optim.Adagrad,
+        torch.optim.SGD,
+        partial(torch.optim.SGD, momentum=0.9),
+    ],
+)
+def test_sparse_gradients_are_those_of_one_process(cls, optimizer):
+    def program(far):
+        net = make(far, cls, 9, 3, sparse=True)
+        optimize = optimizer(list(net.parameters()), lr=0.1)
+        seen = []
+        for step in range(4):
+            for place in range(2):  # accumulated
+                net(torch.tensor([[step, place, 2, 2]])).square().sum().backward()
+            assert net.weight.grad.is_sparse
+            seen.append(net.weight.grad.coalesce().values())
+            optimize.step()
+            optimize.zero_grad()
+        return seen, net.weight, net.weight.grad is None
+
+    same(program)
 
 
 # -- state
@@ -559,8 +580,15 @@ def test_what_cannot_be_done_from_here_is_refused():
         net.frozen = nn.Parameter(torch.ones(6))
     with pytest.raises(TelegradError, match="has no parameter or buffer 'other'"):
         net.register_buffer("other", torch.ones(6))
-    with pytest.raises(Exception, match=r"from here|class"):
+    with pytest.raises(TelegradError, match=r"from here: (do it|register them) in a method"):
         nn.utils.parametrizations.weight_norm(net.head)
+    for name in ("frozen", "mask", "body"):
+        with pytest.raises(TelegradError, match=f"{name!r} of the Net.*cannot be deleted"):
+            delattr(net, name)
+    with pytest.raises(TelegradError, match=r"torch\.func transforms"):
+        torch.func.grad(lambda p: torch.func.functional_call(net, p, inputs()).sum())(
+            {name: p.detach() for name, p in net.named_parameters()}
+        )
     with pytest.raises(TypeError, match="can only be copied with the whole module"):
         copy.deepcopy(net.body)
     with pytest.raises(TypeError, match="needs a class of modules"):

@@ -12,7 +12,7 @@ from torch import nn
 
 import telegrad
 from telegrad import rpc
-from telegrad.errors import RpcTimeout, TelegradError, WorkerLost
+from telegrad.errors import NotInitialized, RpcTimeout, TelegradError, WorkerLost
 from telegrad.tensors.table import tables_here
 from telegrad.testing.cluster import cluster
 
@@ -169,6 +169,46 @@ def test_tensors_of_a_group_that_has_ended_say_so():
         assert new(torch.ones(1, 2)).shape == (1, 2)
         with pytest.raises(TelegradError):
             module.weight.detach().sum()
+
+
+class Held:
+    def __len__(self):
+        return 1
+
+    def add(self, x):
+        return x + 1
+
+
+def test_what_calls_have_left_of_a_group_that_has_ended_says_so():
+    x = torch.ones(2, requires_grad=True)
+    with cluster(2):
+        held = telegrad.object("worker1", Held)
+        losses = [
+            telegrad.call("worker1", torch.mul, x, 2).sum(),
+            telegrad.module("worker1", nn.Linear, 2, 2)(x).sum(),
+            telegrad.Pipeline([telegrad.module("worker1", nn.Linear, 2, 2)], micro_batches=2)(
+                torch.ones(2, 2)
+            ).sum(),
+        ]
+        future = telegrad.submit("worker1", torch.mul, x, 2)
+        future.result()
+
+    def use_all():
+        for loss in losses:
+            with pytest.raises(NotInitialized, match=r"call backward\(\) before the group"):
+                loss.backward()
+        for use in (held.add, held.add.submit):
+            with pytest.raises(NotInitialized, match=r"<Held on worker 'worker1'> is gone"):
+                use(x)
+        with pytest.raises(NotInitialized, match=r"<Held on worker 'worker1'> is gone"):
+            len(held)
+
+    use_all()
+    with cluster(2):
+        use_all()
+        for argument in (held, future):  # which used to wait forever
+            with pytest.raises(NotInitialized, match="has been closed"):
+                telegrad.call("worker1", len, argument)
 
 
 def test_values_are_released_though_nothing_else_is_sent():

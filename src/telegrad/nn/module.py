@@ -4,9 +4,7 @@
 Its parameters and buffers are remote tensors, so whatever torch does with a module's tensors works
 on them. A call is one message: `forward`, or another public method, runs on the worker.
 
-What this side may have changed since the last call travels in order with the operations on
-tensors, ahead of the call: which tensor has which name, which of them require grad, and which parts
-are in training mode.
+What either side changes, the other learns with the next call: see `telegrad.nn.connection`.
 
 A shell says it is an instance of the real part's class, if this process knows that class. So
 functions for `apply` that ask `isinstance(part, nn.Linear)` find what they look for.
@@ -16,25 +14,19 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
-from telegrad.autograd.caller_modes import capture
-from telegrad.autograd.plain import Residents, engine_here, record_call
 from telegrad.errors import SerializationError, TelegradError
+from telegrad.nn.connection import Connection
+from telegrad.nn.made import PartThere
 from telegrad.nn.module_there import (
     FORWARD,
     ModuleThere,
-    PartThere,
-    Reference,
-    TensorThere,
     attribute,
-    call_method,
     copy_module,
     extra_representation,
     extra_state,
@@ -42,15 +34,13 @@ from telegrad.nn.module_there import (
     representation,
     set_attribute,
     set_extra_state,
-    submit_method,
 )
-from telegrad.remote_calls import RemoteFuture
+from telegrad.remote_calls import RemoteFuture, refuse_history
 from telegrad.rpc.calls.arguments import in_words_of_caller
 from telegrad.rpc.calls.plain_arguments import checked_worker
 from telegrad.rpc.group.worker_info import WorkerInfo
 from telegrad.rpc.references.fetch import register_reducer
 from telegrad.tensors.fetching import Together
-from telegrad.tensors.operations import Spec
 from telegrad.tensors.optimizers import hook_steps
 from telegrad.tensors.remote_tensor import RemoteTensor, moved_to, staying_there
 from telegrad.tensors.stream import Handle, Stream, stream_to
@@ -75,7 +65,8 @@ def module(
         Exception: what `cls` raises there.
         NotInitialized: this process is in no group.
         TypeError: `cls` is neither a class of modules nor a function, or `worker` is not a worker.
-        TelegradError: there is no such worker.
+        TelegradError: there is no such worker; or an argument is a tensor with a history, to which
+            no gradient would come back.
         SerializationError: an argument cannot be sent. It says which.
         WorkerLost: the worker dies, or does not answer.
 
@@ -95,6 +86,7 @@ def module(
             f"{what}. Pass the class and its arguments apart: "
             'telegrad.module("name", nn.Linear, 3, 3)'
         )
+    refuse_history("telegrad.module", args, kwargs)
     stream = stream_to(to)
     hook_steps()
     try:
@@ -108,146 +100,6 @@ def _makes_modules(cls: Any) -> bool:
 
 
 _PLACES_IN_MAKE = {"args[2][0]": "func", "args[2][1]": "args", "args[2][2]": "kwargs"}
-_PLACES_IN_CALL = {"args[6]": "args", "args[7]": "kwargs"}
-"""Where the program's arguments are among those of the call that brings them."""
-
-
-class _Connection:
-    """What the parts of one module share: the real module, and what it was told last."""
-
-    def __init__(self, handle: Handle) -> None:
-        self.handle = handle
-        self.bound: dict[str, tuple[int | None, bool]] = {}
-        self.training: dict[str, bool] = {}
-
-    @property
-    def stream(self) -> Stream:
-        return self.handle.stream
-
-    def tell(self, part: PlacedPart, path: str) -> None:
-        """Sends what has changed in a part since the worker was told last."""
-        bound: dict[str, tuple[int | None, bool]] = {}
-        training: dict[str, bool] = {}
-        for name, each in part.named_modules(prefix=path):
-            if not isinstance(each, PlacedPart):
-                raise TelegradError(
-                    f"{name!r} of the module on worker {self.stream.worker_name!r} was replaced by "
-                    "a module of this process. Make it part of the class there, or use it outside"
-                )
-            if self.training.get(name) is not each.training:
-                training[name] = each.training
-            dot = f"{name}." if name else ""
-            for table in (each._parameters, each._buffers):
-                for last, tensor in table.items():
-                    state = self._state(dot + last, tensor)
-                    if self.bound.get(dot + last) != state:
-                        bound[dot + last] = state
-        unknown = bound.keys() - self.bound.keys()
-        if unknown:
-            raise TelegradError(
-                f"the module on worker {self.stream.worker_name!r} has no {sorted(unknown)}. Make "
-                "that part of the class there"
-            )
-        # Noted after it is sent: another thread that finds it noted comes later.
-        if bound:
-            self.stream.put(("bind", None, (self.handle.id, bound), (), {}))
-            self.bound.update(bound)
-        if training:
-            self.stream.put(("train", None, (self.handle.id, training), (), {}))
-            self.training.update(training)
-
-    def _state(self, name: str, tensor: Tensor | None) -> tuple[int | None, bool]:
-        if tensor is None:
-            return None, False
-        if not isinstance(tensor, RemoteTensor):
-            raise TelegradError(
-                f"{name!r} of the module on worker {self.stream.worker_name!r} is a tensor of this "
-                "process: copy_ it to the tensor there"
-            )
-        return moved_to(self.stream, tensor).handle.id, tensor.requires_grad
-
-    def call(
-        self, part: PlacedPart, path: str, method: str, args: Any, kwargs: dict[str, Any]
-    ) -> Any:
-        """Runs a method of a part on the worker."""
-        self.tell(part, path)
-        leaves, ids, args, kwargs = self._inputs(part, args, kwargs)
-        with self.stream.before() as before:
-            try:
-                result, replaced = record_call(
-                    self.stream.worker,
-                    call_method,
-                    (before, self.handle.id, path, method, capture(), ids, args, kwargs),
-                    residents=Residents(leaves, self.revive) if leaves else None,
-                )
-            except SerializationError as error:
-                raise in_words_of_caller(error, _PLACES_IN_CALL) from error.__cause__
-        self.note_replaced(part, path, replaced)
-        return result
-
-    def submit(
-        self, part: PlacedPart, path: str, method: str, args: Any, kwargs: dict[str, Any]
-    ) -> RemoteFuture[Any]:
-        """The same, without waiting."""
-        self.tell(part, path)
-        leaves, ids, args, kwargs = self._inputs(part, args, kwargs)
-        engine, worker = engine_here(), self.stream.worker
-        before = self.stream.after_all()
-        try:
-            submitted = engine.submit(
-                worker,
-                submit_method,
-                (before, self.handle.id, path, method, capture(), ids, args, kwargs),
-                {},
-                residents=Residents(leaves, self.revive) if leaves else None,
-                on_news=partial(self.note_replaced, part, path),
-            )
-        except SerializationError as error:
-            raise in_words_of_caller(error, _PLACES_IN_CALL) from error.__cause__
-        return RemoteFuture(engine, worker, submitted)
-
-    def leaves_of(self, part: PlacedPart) -> tuple[list[Tensor], list[int]]:
-        """Parameters that get gradients by a call that is made now, and their ids there."""
-        if not torch.is_grad_enabled():
-            return [], []
-        leaves: list[Tensor] = [p for p in part.parameters() if p.requires_grad]
-        return leaves, [p.handle.id for p in leaves if isinstance(p, RemoteTensor)]
-
-    def _inputs(
-        self, part: PlacedPart, args: Any, kwargs: dict[str, Any]
-    ) -> tuple[list[Tensor], list[int], Any, Any]:
-        """Of a call: what gets gradients there, the ids of the parameters among that, and its
-        arguments, in which references stand for what is there."""
-        leaves, ids = self.leaves_of(part)
-        if any(type(each) is RemoteTensor for each in tree_leaves((args, kwargs))):
-            refer = partial(self._refer, leaves)
-            args, kwargs = tree_map(refer, args), tree_map(refer, kwargs)
-        return leaves, ids, args, kwargs
-
-    def note_replaced(
-        self, part: PlacedPart, path: str, replaced: Sequence[tuple[str, TensorThere]]
-    ) -> None:
-        """Buffers that a call has replaced on the worker are so here."""
-        for name, buffer in replaced:
-            tensor = RemoteTensor(Handle(self.stream, buffer.id), Spec(*buffer.spec))
-            self.bound[name] = buffer.id, buffer.requires_grad
-            owner, _, last = name[len(path) + 1 if path else 0 :].rpartition(".")
-            part.get_submodule(owner)._buffers[last] = tensor
-
-    def _refer(self, leaves: list[Tensor], value: Any) -> Any:
-        if type(value) is not RemoteTensor:
-            return value
-        tensor = moved_to(self.stream, value)
-        needs_gradient = tensor.requires_grad and torch.is_grad_enabled()
-        if needs_gradient:
-            leaves.append(tensor)
-        return Reference(tensor.handle.id, needs_gradient)
-
-    def revive(self, exported: Sequence[tuple[int, Spec] | None]) -> list[Tensor | None]:
-        return [
-            None if each is None else RemoteTensor(Handle(self.stream, each[0]), Spec(*each[1]))
-            for each in exported
-        ]
 
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -256,18 +108,20 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn
 class PlacedPart(nn.Module):
     """A part of a module on a worker. It can be called, too."""
 
-    _connection: _Connection
+    _connection: Connection
     _path: str
+    _number: int
+    _is_removed: bool
     _class: type[nn.Module] | None
 
-    def __init__(self, connection: _Connection, there: PartThere) -> None:
+    def __init__(self, connection: Connection, there: PartThere) -> None:
         super().__init__()
         self._connection = connection
         self._path = there.path
+        self._number = there.number
+        self._is_removed = False
         self._class = _known_class(there.cls)
         self._class_name = there.cls[1].rpartition(".")[2]
-        self.training = there.is_training
-        self._non_persistent_buffers_set = set(there.not_persistent)
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -316,7 +170,7 @@ class PlacedPart(nn.Module):
                 raise
         is_method, value = self._ask(attribute, name)
         if not is_method:
-            return value
+            return self._connection.stand_in(self, value)
 
         def method(*args: Any, **kwargs: Any) -> Any:
             return self._connection.call(self, self._path, name, args, kwargs)
@@ -328,7 +182,21 @@ class PlacedPart(nn.Module):
         method.submit = submit  # type: ignore[attr-defined]
         return method
 
+    def __delattr__(self, name: str) -> None:
+        tables = self._parameters, self._buffers, self._modules
+        if any(name in table for table in tables):
+            raise TelegradError(
+                f"{name!r} of {self._where()} cannot be deleted from here: do it in a method of "
+                "the class, or assign None to a parameter or buffer"
+            )
+        super().__delattr__(name)
+
     def __setattr__(self, name: str, value: Any) -> None:
+        if name == "__class__":  # what torch.nn.utils.parametrize does
+            raise TelegradError(
+                f"{self._where()} cannot get another class from here, as parametrizations give it: "
+                "register them in a method of the class there, or in its __init__"
+            )
         if name.startswith("_") or name == "training":
             super().__setattr__(name, value)
         elif isinstance(value, nn.Module) or name in self._modules:
@@ -341,9 +209,10 @@ class PlacedPart(nn.Module):
             super().__setattr__(name, value)
         else:
             try:
-                self._ask(set_attribute, name, value)
+                changes = self._ask(set_attribute, name, value, self._connection.version)
             except SerializationError as error:
                 raise in_words_of_caller(error, {"args[2][3]": "value"}) from error.__cause__
+            self._connection.follow(self, changes)
 
     def _check(self, name: str, value: object) -> None:
         """
@@ -471,38 +340,9 @@ class PlacedModule(PlacedPart):
     """A module on a worker; see `module`."""
 
     def __init__(self, stream: Stream, there: ModuleThere) -> None:
-        connection = _Connection(Handle(stream, there.id))
+        connection = Connection(Handle(stream, there.id), self, PlacedPart)
         super().__init__(connection, there.parts[0])
-        parts: dict[str, PlacedPart] = {"": self}
-        tensors: dict[int, RemoteTensor] = {}
-
-        def revived(each: TensorThere | None, *, is_parameter: bool) -> Any:
-            if each is None:
-                return None
-            if each.id not in tensors:
-                tensor = RemoteTensor(Handle(stream, each.id), Spec(*each.spec))
-                if is_parameter:
-                    tensor = nn.Parameter(tensor, each.requires_grad)  # type: ignore[assignment]
-                tensors[each.id] = tensor
-            return tensors[each.id]
-
-        for each in there.parts:
-            if each.same_as is not None:
-                part = parts[each.same_as]
-            else:
-                part = self if not each.path else PlacedPart(connection, each)
-                for name, parameter in each.parameters.items():
-                    part._parameters[name] = revived(parameter, is_parameter=True)
-                for name, buffer in each.buffers.items():
-                    part._buffers[name] = revived(buffer, is_parameter=False)
-                dot = f"{each.path}." if each.path else ""
-                for name, tensor in {**part._parameters, **part._buffers}.items():
-                    connection.bound[dot + name] = connection._state(dot + name, tensor)
-                connection.training[each.path] = each.is_training
-            parts[each.path] = part
-            if each.path:
-                owner, _, last = each.path.rpartition(".")
-                parts[owner]._modules[last] = part
+        connection.build(self, there.parts)
 
     register_forward_hook = nn.Module.register_forward_hook  # type: ignore[assignment]
     register_forward_pre_hook = nn.Module.register_forward_pre_hook  # type: ignore[assignment]

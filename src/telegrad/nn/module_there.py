@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map
 
 from telegrad.autograd.caller_modes import CallerModes, entered
@@ -22,20 +21,19 @@ from telegrad.nn.allowed_parts import (
     check_shown,
     part_at,
 )
+from telegrad.nn.made import Changes, Made, PartThere
 from telegrad.rpc.calls.outcome import describe_function, described_by_arguments
 from telegrad.rpc.group import current
-from telegrad.tensors.operations import Spec, spec_of
 from telegrad.tensors.table import Before, Table, answer, control, export, table_before
 from telegrad.wire.function_names import function_named
 
 __all__ = [
     "FORWARD",
     "ModuleThere",
-    "PartThere",
     "Reference",
-    "TensorThere",
     "attribute",
     "call_method",
+    "changes_since",
     "copy_module",
     "extra_representation",
     "extra_state",
@@ -49,35 +47,9 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class TensorThere:
-    """A parameter or buffer. Those that are tied have one id."""
-
-    id: int
-    spec: Spec
-    requires_grad: bool
-
-
-@dataclass(frozen=True)
-class PartThere:
-    """
-    Args:
-        path: its name within the whole module; empty for that itself.
-        same_as: the path under which the same part was met before.
-    """
-
-    path: str
-    same_as: str | None
-    cls: tuple[str, str]
-    is_training: bool
-    parameters: dict[str, TensorThere | None]
-    buffers: dict[str, TensorThere | None]
-    not_persistent: frozenset[str]
-
-
-@dataclass(frozen=True)
 class ModuleThere:
     id: int
-    parts: list[PartThere]
+    parts: Sequence[PartThere]
 
 
 @dataclass(frozen=True)
@@ -86,30 +58,6 @@ class Reference:
 
     id: int
     requires_grad: bool
-
-
-class Made:
-    """A module that a caller has here.
-
-    Args:
-        bound: the ids of its tensors by their names.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.bound: dict[str, int] = {}
-
-    def replaced_buffers(self, table: Table, path: str) -> list[tuple[str, TensorThere]]:
-        """A method of a part may have put other tensors in the places of buffers: these are what
-        the caller means by their names from now on."""
-        found = []
-        part = part_at(self.module, path)
-        for name, buffer in part.named_buffers(prefix=path, remove_duplicate=False):
-            id_ = self.bound.get(name)
-            if id_ in table.things and table.things[id_] is not buffer:
-                self.bound[name] = new = table.keep(buffer)
-                found.append((name, TensorThere(new, spec_of(buffer), buffer.requires_grad)))
-        return found
 
 
 @answer
@@ -134,41 +82,8 @@ def make(table: Table, cls: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
 
 
 def _describe(table: Table, real: nn.Module) -> ModuleThere:
-    made = Made(real)
-    ids: dict[int, int] = {}  # by identity: tied tensors have one id
-
-    def there(name: str, tensor: Tensor | None) -> TensorThere | None:
-        if tensor is None:
-            return None
-        if is_lazy(tensor):
-            raise TypeError(
-                f"{name!r} of a {type(real).__name__} has no shape before the first forward: make "
-                "the module in a function that runs it once, and returns it"
-            )
-        if id(tensor) not in ids:
-            ids[id(tensor)] = table.keep(tensor)
-        made.bound[name] = ids[id(tensor)]
-        return TensorThere(ids[id(tensor)], spec_of(tensor), tensor.requires_grad)
-
-    paths: dict[int, str] = {}
-    parts: list[PartThere] = []
-    for path, part in real.named_modules(remove_duplicate=False):
-        dot = f"{path}." if path else ""
-        cls = type(part)
-        same_as = paths.get(id(part))
-        paths.setdefault(id(part), path)
-        parts.append(
-            PartThere(
-                path=path,
-                same_as=same_as,
-                cls=(cls.__module__, cls.__qualname__),
-                is_training=part.training,
-                parameters={k: there(dot + k, p) for k, p in part._parameters.items()},
-                buffers={k: there(dot + k, b) for k, b in part._buffers.items()},
-                not_persistent=frozenset(part._non_persistent_buffers_set),
-            )
-        )
-    return ModuleThere(table.keep(made), parts)
+    made = Made(real, table)
+    return ModuleThere(table.keep(made), made.describe())
 
 
 @answer
@@ -180,27 +95,28 @@ def copy_module(table: Table, key: int, path: str) -> ModuleThere:
 def _bind(table: Table, args: tuple[Any, ...]) -> None:
     key, changes = args
     made = made_in(table, key)
-    for name, (id_, requires_grad) in changes.items():
-        path, _, last = name.rpartition(".")
-        part = part_at(made.module, path)
-        tensors: dict[str, Any] = part._parameters if last in part._parameters else part._buffers
-        if id_ is None:
-            tensors[last] = None
-            made.bound.pop(name, None)
-            continue
-        tensor = table.thing(id_)
-        if tensors is part._parameters and not isinstance(tensor, nn.Parameter):
-            tensor = table.things[id_] = nn.Parameter(tensor, requires_grad)
-        tensors[last] = tensor.requires_grad_(requires_grad)
-        made.bound[name] = id_
+    with made.changed_by_caller([id_ for id_, _ in changes.values() if id_ is not None]):
+        for name, (id_, requires_grad) in changes.items():
+            path, _, last = name.rpartition(".")
+            part = part_at(made.module, path)
+            is_parameter = last in part._parameters
+            tensors: dict[str, Any] = part._parameters if is_parameter else part._buffers
+            if id_ is None:
+                tensors[last] = None
+                continue
+            tensor = table.thing(id_)
+            if is_parameter and not isinstance(tensor, nn.Parameter):
+                tensor = table.things[id_] = nn.Parameter(tensor, requires_grad)
+            tensors[last] = tensor.requires_grad_(requires_grad)
 
 
 @control("train")
 def _train(table: Table, args: tuple[Any, ...]) -> None:
     key, changes = args
     made = made_in(table, key)
-    for path, is_training in changes.items():
-        part_at(made.module, path).training = bool(is_training)
+    with made.changed_by_caller():
+        for path, is_training in changes.items():
+            part_at(made.module, path).training = bool(is_training)
 
 
 def made_in(table: Table, key: int) -> Made:
@@ -219,15 +135,34 @@ def call_method(
     leaf_ids: Sequence[int],
     args: Any,
     kwargs: dict[str, Any],
-) -> tuple[Any, list[tuple[str, TensorThere]]]:
+    since: int = 0,
+) -> tuple[Any, Changes | None]:
     """
     Args:
         leaf_ids: of the parameters whose gradients the caller wants. Those of remote tensors among
             the arguments follow.
+        since: the version of the module that the caller knows.
 
     Returns:
-        what the method returns, and the buffers that it has replaced.
+        what the method returns, and what has changed in the module.
     """
+    made, result, changes = _run_method(
+        before, key, path, method, modes, leaf_ids, args, kwargs, since
+    )
+    return made.referred(result, with_tensors=method != FORWARD), changes
+
+
+def _run_method(
+    before: Before,
+    key: int,
+    path: str,
+    method: str,
+    modes: CallerModes | None,
+    leaf_ids: Sequence[int],
+    args: Any,
+    kwargs: dict[str, Any],
+    since: int = 0,
+) -> tuple[Made, Any, Changes | None]:
     table = table_before(before)
     made = made_in(table, key)
     part = part_at(made.module, path)
@@ -247,13 +182,25 @@ def call_method(
     check_method(part, method)
     with entered(modes):
         result = getattr(part, method)(*args, **kwargs)
-    return result, made.replaced_buffers(table, path)
+    changes = made.changes(since)
+    if changes is not None:
+        made.check_reach(result, leaves)
+    return made, result, changes
 
 
 def submit_method(before: Before, *args: Any) -> Stays:
-    """`call_method`, whose result stays here: the caller is only told which buffers are new."""
-    result, replaced = call_method(before, *args)
-    return Stays(tree_map(_behind_a_node, result), replaced)
+    """The same, for a result that stays here: the caller is only told what has changed.
+
+    Raises:
+        TypeError: the method returns a part of the module, which would go to the caller as a copy.
+    """
+    made, result, changes = _run_method(before, *args)
+    if made.referred(result, with_tensors=False) is not result:
+        raise TypeError(
+            f"the method {args[2]!r} of a {type(made.module).__name__} returns the module or a "
+            "part of it, which cannot be fetched by a future: call the method without submit"
+        )
+    return Stays(tree_map(_behind_a_node, result), changes)
 
 
 def _behind_a_node(value: Any) -> Any:
@@ -276,16 +223,24 @@ def attribute(table: Table, key: int, path: str, name: str) -> tuple[bool, Any]:
     if not hasattr(part, name):
         raise AttributeError(f"{type(part).__name__!r} object has no attribute {name!r}")
     value = getattr(part, name)
-    if callable(value) and hasattr(type(part), name):
+    if callable(value) and hasattr(type(part), name) and not isinstance(value, nn.Module):
         return True, None
-    return False, value
+    return False, made_in(table, key).referred(value, with_tensors=True)
 
 
 @answer
-def set_attribute(table: Table, key: int, path: str, name: str, value: Any) -> None:
+def set_attribute(
+    table: Table, key: int, path: str, name: str, value: Any, since: int = 0
+) -> Changes | None:
     part = _part(table, key, path)
     check_set(part, name, value)
     setattr(part, name, value)
+    return made_in(table, key).changes(since)
+
+
+@answer
+def changes_since(table: Table, key: int, path: str, since: int) -> Changes | None:
+    return made_in(table, key).changes(since)
 
 
 @answer

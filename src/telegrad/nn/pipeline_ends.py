@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from telegrad.nn.module_there import TensorThere
+from telegrad.nn.made import Changes
 from telegrad.tensors.table import TableKey
 
 __all__ = [
@@ -22,8 +22,8 @@ __all__ = [
     "gradients_at_driver",
 ]
 
-Replaced = tuple[int, list[tuple[str, TensorThere]]]
-"""The position of a stage, and the buffers that its module has replaced."""
+StageChanges = tuple[int, Changes]
+"""The position of a stage, and what has changed in its module."""
 
 
 class Address(NamedTuple):
@@ -66,12 +66,12 @@ class Arrival(NamedTuple):
 
     Args:
         has_history: for each leaf of `value`, whether it is a tensor that gets a gradient.
-        replaced: by the stages so far, with the last micro-batch.
+        changes: in the stages so far, with the last micro-batch.
     """
 
     value: Any
     has_history: Sequence[bool]
-    replaced: Sequence[Replaced]
+    changes: Sequence[StageChanges]
 
 
 _numbers = itertools.count(1)

@@ -141,7 +141,8 @@ class PipelineRun:
         calls = [self.engine.new_call() for _ in range(self._count)]
         after = driver if stage is segment.last else self.address(at + 1)
         before = driver if stage is segment.first else self.address(at - 1)
-        return StagePlan(at, connection.handle.id, stage.part._path, ids, calls, after, before)
+        module, path = connection.handle.id, stage.part._path
+        return StagePlan(at, module, path, connection.version, ids, calls, after, before)
 
     # -- forward
 
@@ -177,9 +178,9 @@ class PipelineRun:
         arrival, failure = self.inbox.wait_for((position, micro_batch))
         if arrival is None:
             self.raise_failure(failure)
-        for at, replaced in arrival.replaced:
+        for at, changes in arrival.changes:
             part = self._stages[at].part
-            part._connection.note_replaced(part, part._path, replaced)
+            part._connection.follow(part, changes)
         begun = self._begun.pop((position, micro_batch), None)
         leaves, structure = tree_flatten(arrival.value)
         places = [i for i, is_it in enumerate(arrival.has_history) if is_it]
@@ -197,6 +198,8 @@ class PipelineRun:
             raise TelegradError("a micro-batch was skipped, because another one had failed")
         if isinstance(failure, Exception):
             raise failure
+        for each in self._stages.values():
+            each.part._connection.catch_up(each.part)
         stage, where = self._stages[failure.position], failure.where
         try:
             args = (where.table, where.run, failure.number)

@@ -72,6 +72,7 @@ class StagePlan(NamedTuple):
     Args:
         position: among all stages of the pipeline.
         module: the id of its module here.
+        version: of the module, up to which the driver knows its changes.
         leaves: ids of the parameters that get gradients.
         calls: by micro-batch, the id of the piece of graph that it leaves here.
         next, previous: where results and gradients go; the driver, at the ends.
@@ -80,6 +81,7 @@ class StagePlan(NamedTuple):
     position: int
     module: int
     path: str
+    version: int
     leaves: Sequence[int]
     calls: Sequence[int]
     next: Address
@@ -254,16 +256,16 @@ class _Run:
             has_gradients and isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves
         ]
         kept = [leaf for leaf, is_it in zip(leaves, has_history, strict=True) if is_it]
+        parameters = [self._table.thing(each) for each in stage.leaves]
+        if made.has_changed(stage.version):
+            made.check_reach(kept, parameters)
         if kept:
-            parameters = [self._table.thing(each) for each in stage.leaves]
             self._kept.append(keep(call, kept, parameters, list))
         leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        replaced = list(arrival.replaced)
-        if micro_batch == self._count - 1:
-            found = made.replaced_buffers(self._table, stage.path)
-            if found:
-                replaced.append((stage.position, found))
-        return Arrival(tree_unflatten(leaves, structure), has_history, replaced)
+        changes = list(arrival.changes)
+        if micro_batch == self._count - 1 and (found := made.changes(stage.version)) is not None:
+            changes.append((stage.position, found))
+        return Arrival(tree_unflatten(leaves, structure), has_history, changes)
 
     def _push(self, stage: StagePlan, micro_batch: int, result: Arrival) -> Future[Outcome]:
         to = stage.next
@@ -271,7 +273,7 @@ class _Run:
             args = (to.run, stage.position, micro_batch, result)
             return self._agent.call_async(to.worker, arrive_at_driver, args, timeout=0)
         value: tuple[Any, Any] = (result.value,), {}
-        arrival = Arrival(value, result.has_history, result.replaced)
+        arrival = Arrival(value, result.has_history, result.changes)
         onward = (to.table, to.run, stage.position + 1, micro_batch, arrival)
         return self._agent.call_async(to.worker, take, onward, timeout=0)
 

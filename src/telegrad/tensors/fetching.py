@@ -66,7 +66,7 @@ class Together:
             each = self._tensors[self._next]()
             if each is not None:
                 wanted.append((self._next, each))
-                size += each.nbytes
+                size += each.numel() * each.element_size()
             self._next += 1
         values = fetch([each for _, each in wanted])
         self._version = stream.version

@@ -44,12 +44,13 @@ _MOST_INFERRED = 20_000  # kinds of calls; a program that indexes with ever new 
 
 
 class Spec(NamedTuple):
-    """What is known here of a tensor that is elsewhere."""
+    """What is known here of a tensor that is elsewhere. A sparse one has no strides."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     offset: int
+    layout: torch.layout = torch.strided
 
 
 @functools.lru_cache(8192)
@@ -59,6 +60,8 @@ def _one(spec: Spec) -> Spec:
 
 
 def spec_of(tensor: Tensor) -> Spec:
+    if tensor.layout is not torch.strided:
+        return _one(Spec(tuple(tensor.shape), (), tensor.dtype, 0, tensor.layout))
     return _one(
         Spec(
             tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, int(tensor.storage_offset())
@@ -67,7 +70,13 @@ def spec_of(tensor: Tensor) -> Spec:
 
 
 def meta_of(spec: Spec) -> Tensor:
-    """A tensor without memory that has this spec."""
+    """A tensor without memory that has this spec.
+
+    Raises:
+        NotImplementedError: it is sparse. The shapes of its parts depend on numbers.
+    """
+    if spec.layout is not torch.strided:
+        raise NotImplementedError("sparse tensors are not inferred")
     extent = sum((n - 1) * s for n, s in zip(spec.shape, spec.stride, strict=True))
     size = 0 if 0 in spec.shape else spec.offset + 1 + extent
     memory = torch.empty(max(size, spec.offset), dtype=spec.dtype, device="meta")
@@ -170,12 +179,15 @@ def infer(
         return found
     if len(_inferred) >= _MOST_INFERRED:
         _inferred.clear()
-    found = _inferred[key] = _infer(plan, *arguments())
+    found = _inferred[key] = _infer(plan, arguments)
     return found
 
 
-def _infer(plan: Plan, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Spec, ...] | None:
+def _infer(
+    plan: Plan, arguments: Callable[[], tuple[Sequence[Any], dict[str, Any]]]
+) -> tuple[Spec, ...] | None:
     try:
+        args, kwargs = arguments()
         results = plan.func(*args, **kwargs)
     except NotImplementedError:  # there is no meta kernel, or there can be none
         return None

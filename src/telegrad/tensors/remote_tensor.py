@@ -42,7 +42,7 @@ from telegrad.tensors.operations import (
 from telegrad.tensors.stream import Handle, Stream, stream_of_device
 from telegrad.tensors.table import infer_there, number_of
 
-__all__ = ["RemoteTensor", "moved_to", "send", "staying_there"]
+__all__ = ["RemoteTensor", "moved_to", "respecify", "send", "staying_there"]
 
 _aten = torch.ops.aten
 
@@ -93,12 +93,14 @@ class RemoteTensor(Tensor):
             # view may as well not be.
             with torch.inference_mode(False):
                 return RemoteTensor.__new__(cls, handle, spec)
+        is_dense = spec.layout is torch.strided
         tensor: RemoteTensor = Tensor._make_wrapper_subclass(
             cls,
             spec.shape,
-            spec.stride,
-            spec.offset,
+            spec.stride if is_dense else None,
+            spec.offset if is_dense else None,
             dtype=spec.dtype,
+            layout=spec.layout,
             device=handle.stream.device,
         )
         tensor.handle = handle
@@ -275,6 +277,14 @@ def moved_to(stream: Stream, tensor: Tensor) -> RemoteTensor:
             f"{stream.worker_name!r}: copy_ copies from one worker to another"
         )
     return tensor
+
+
+def respecify(tensor: RemoteTensor, spec: Spec) -> None:
+    """Another shape or dtype for a tensor that has been converted there."""
+    new = RemoteTensor(tensor.handle, spec)
+    torch._C.TensorBase.data.__set__(tensor, new)  # type: ignore[attr-defined]
+    tensor.spec = spec
+    tensor.together = None
 
 
 class _Fetch(torch.autograd.Function):

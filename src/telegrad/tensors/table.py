@@ -410,9 +410,10 @@ def infer_there(table: Table, operation: Operation) -> list[Spec]:
 
 def export(table: Table, gradients: Sequence[Tensor | None]) -> list[tuple[int, Spec] | None]:
     """Keeps gradients for the caller; returns how it finds them."""
-    if any(gradient is not None and gradient.is_sparse for gradient in gradients):
-        raise NotImplementedError(
-            "a parameter on a worker has a sparse gradient, and remote tensors are dense: make its "
-            "module without sparse=True"
-        )
+    for gradient in gradients:
+        if gradient is not None and gradient.layout not in (torch.strided, torch.sparse_coo):
+            raise NotImplementedError(
+                f"a parameter on a worker has a gradient of layout {gradient.layout}, which remote "
+                "tensors cannot have: let the module compute a dense one"
+            )
     return [None if g is None else (table.keep(g.detach()), spec_of(g)) for g in gradients]

@@ -544,3 +544,13 @@ def test_a_call_without_a_name_inside_a_value():
     function: Callable[..., int] = functools.partial(plus_one, 1)
     with refused("sent by value"):
         codec.decode(codec.encode([function]).payload)
+
+
+def test_names_that_are_not_the_programs_own_come_with_other_advice():
+    for func, advice in (
+        (torch.cumsum, "this one function or class.*not all of torch"),
+        (torch._utils._rebuild_tensor, "Do not add it"),
+        (os.getpid, "part of Python. Do not add it"),
+    ):
+        with refused(advice):
+            telegrad.call("worker1", func)

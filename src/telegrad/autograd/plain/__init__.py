@@ -24,6 +24,7 @@ from telegrad.autograd.plain.calls import (
     is_packing_arguments,
     record_call,
 )
+from telegrad.autograd.plain.nodes import refuse_transforms
 from telegrad.rpc.group.worker import extensions
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "export_leaves",
     "is_packing_arguments",
     "record_call",
+    "refuse_transforms",
 ]
 
 

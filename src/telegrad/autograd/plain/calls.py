@@ -40,7 +40,13 @@ from telegrad.autograd.plain.passes import (
     watch_exported,
 )
 from telegrad.autograd.plain.values import Value
-from telegrad.errors import BackwardError, ProtocolError, SerializationError, TelegradError
+from telegrad.errors import (
+    BackwardError,
+    NotInitialized,
+    ProtocolError,
+    SerializationError,
+    TelegradError,
+)
 from telegrad.ids import WorkerCounter, first_of_life, worker_of
 from telegrad.rpc.calls.agent import Agent
 from telegrad.rpc.calls.async_call import AsyncCall
@@ -291,7 +297,18 @@ class PlainEngine:
     def current_run(self) -> Run:
         """The run that the engine is in on this thread. One that nobody asked this worker for is
         its own: torch calls back at its end, and drops the callback, and with it the pass, if it
-        fails."""
+        fails.
+
+        Raises:
+            NotInitialized: the group is closed.
+            BackwardError: the pass goes through a call that this worker serves.
+        """
+        if self.is_closed:
+            raise NotInitialized(
+                "backward() goes through calls of a group that has been closed, and what its "
+                "workers had kept for the backward pass is gone: call backward() before the group "
+                "is closed, inside of `with telegrad.workers(...)`"
+            )
         served = current_served_run()
         if served is not None:
             return served

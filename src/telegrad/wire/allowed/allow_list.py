@@ -277,6 +277,24 @@ def _refuse(module: str, qualified: str, what: str) -> NoReturn:
             "on a worker with RpcOptions(allow=...)",
             name=name,
         )
+    package = module.partition(".")[0]
+    is_public = not any(part.startswith("_") for part in name.split("."))
+    if package in sys.stdlib_module_names or (package == "torch" and not is_public):
+        raise NotAllowed(
+            f"{name} {what}: RpcOptions(allow=...) of this worker does not name it. It is part of "
+            f"{'Python' if package != 'torch' else 'torch, not of its public interface'}. Do not "
+            "add it, which would let other workers use it with any arguments: name a function of "
+            "your own that uses it, or send plain tensors and data",
+            name=name,
+        )
+    if package == "torch":
+        raise NotAllowed(
+            f"{name} {what}: RpcOptions(allow=...) of this worker does not name it. If other "
+            "workers may use it with any arguments, add this one function or class on the worker "
+            "where it is refused, and not all of torch; otherwise name a function of your own "
+            "that uses it",
+            name=name,
+        )
     raise NotAllowed(
         f"{name} {what}: RpcOptions(allow=...) of this worker does not name it. If other workers "
         f"are to use it, add the function or class, its module, or a prefix of the name, on the "
