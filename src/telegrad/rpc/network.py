@@ -396,7 +396,8 @@ class Network:
         if peer.memory is not None:
             peer.memory.close()
             peer.memory = shm.SharedMemory()
-        worker, untold = peer.info.id, list(self._loss_watchers)
+        worker, watchers = peer.info.id, list(self._loss_watchers)
+        untold = list(watchers)
         told = threading.Event()
         for one in (peer, self.members.known_peer(worker)):  # another may have taken its place
             if one is not None and untold:
@@ -410,7 +411,7 @@ class Network:
                 if not untold:
                     told.set()
 
-        for watcher in self._loss_watchers:
+        for watcher in watchers:
             self.work.submit(partial(tell, watcher))
 
     def _tick(self, now: float) -> None:
