@@ -46,6 +46,7 @@ from telegrad.launch.last_words import LastWords
 from telegrad.launch.worker_process import Stream
 from telegrad.launch.worker_starter import KILL, KILL_ONE, STOP
 from telegrad.rpc import current
+from telegrad.rpc.worker import Worker
 from telegrad.rpc.worker_info import WorkerInfo
 from telegrad.wire import definitions
 
@@ -149,7 +150,7 @@ class Workers:
         self._directory = ""
         self._starter: subprocess.Popen[bytes] | None = None
         self._monitor: _Monitor | None = None
-        self._driver: Any = None  # this process's worker object
+        self._driver: Worker | None = None  # this process's
 
     def __enter__(self) -> Workers:
         if self._is_closed:
