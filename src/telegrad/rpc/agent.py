@@ -542,6 +542,12 @@ class Agent:
         """Of the calls that this thread makes: see `telegrad.rpc.work_pool`."""
         return self._thread.depth // Flags.DEPTH_ONE
 
+    @property
+    def served_worker(self) -> int:
+        """Whose message this thread serves: this worker's own, if none."""
+        source = self._thread.source
+        return self.info.id if source < 0 else source
+
     def run_like_a_call(self, work: Callable[[], None], depth: int) -> None:
         """On a thread for calls of this depth: `work` may take long, and call other workers."""
         depth = min(depth, DEEPEST)

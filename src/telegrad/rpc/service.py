@@ -100,6 +100,7 @@ class Service:
         if depth:
             frame.flags &= ~Flags.DEPTH
         self.thread.depth = min(depth + Flags.DEPTH_ONE, Flags.DEPTH)
+        outer, self.thread.source = self.thread.source, source
         counted = frame.kind is not Kind.GATHER  # those ask whether anything is going on
         if counted:
             self._begun.add()
@@ -137,6 +138,7 @@ class Service:
                 raise
         finally:
             self.thread.depth = 0  # callbacks may run on this thread next
+            self.thread.source = outer
             for loan in frame.loans:
                 loan.end()
         if rider is not None:  # it has time: whoever waits, waits for the answer
@@ -407,6 +409,8 @@ class _Thread(threading.local):
     """It has called other workers since it began to serve a message, and may have waited."""
     depth = 0
     """Of the calls that it makes, as in `Flags.DEPTH`: 0 unless it serves one itself."""
+    source = -1
+    """The worker whose message it serves; -1 if it serves none."""
     is_own = False
     """It was started by the agent: others may wait for what it does."""
 

@@ -444,6 +444,9 @@ class PlainEngine:
 
     def value(self, call: int) -> Value:
         """What a call that was submitted to this worker returns; it may come later."""
+        if type(call) is not int:
+            raise ProtocolError(f"damaged message: the number of a call is {call!r}")
+        self.lifetimes.watch()
         return self.lifetimes.values.setdefault(call, Value())
 
     def _dispatch(
