@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import struct
@@ -16,7 +17,7 @@ from torch import is_grad_enabled
 from torch._C import _set_grad_enabled
 from torch.futures import Future
 
-from telegrad.errors import NotAllowed, ProtocolError, SerializationError, TelegradError
+from telegrad.errors import NotAllowed, ProtocolError, SerializationError, TelegradError, WorkerLost
 from telegrad.rpc.call_head import name_in
 from telegrad.rpc.conversation import Conversation
 from telegrad.rpc.functions import checked_future, guarded
@@ -27,7 +28,7 @@ from telegrad.rpc.seams import NO_CONTEXT, Handler, Recorder, Rescue
 from telegrad.rpc.worker_info import WorkerInfo
 from telegrad.transport.base import ConnectionClosed, TransportTimeout
 from telegrad.wire.allowed import AllowList
-from telegrad.wire.codec import Codec
+from telegrad.wire.codec import Codec, References
 from telegrad.wire.frames import Flags, Frame, Kind, Unread, rider_size, split_rider
 from telegrad.wire.references import function_named
 from telegrad.wire.tensors import is_leaf
@@ -339,8 +340,16 @@ class Service:
             if encoded.references is not None:
                 encoded.references.abandon()
             return
+        if encoded.references is not None:
+            self.sent_references(source, frame, encoded.references)
         if message != -1 and self.recorder is not None:
             self.recorder.foresee(frame.context_id, message)
+
+    def sent_references(self, source: int, frame: Frame, references: References) -> None:
+        """They are in the answer to a message, which was sent. Its caller may not unpack it."""
+        if source != self._info.id:
+            with contextlib.suppress(WorkerLost):  # it has left meanwhile
+                self._peer_of(source).sent_references.answered(frame.call_id, references)
 
     def answer_failure(self, source: int, frame: Frame, send: Send, error: BaseException) -> None:
         """Answers a message with an exception."""
