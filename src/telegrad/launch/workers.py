@@ -303,7 +303,7 @@ class Workers:
 
         network.watch_losses(lost)
         for rank, name in enumerate(self.names, start=1):
-            if network.members.is_lost(rank):
+            if rank in network.given_up and network.members.is_lost(rank):
                 monitor.kill(name)
         rpc.shutdown(graceful=graceful, timeout=timeout)
 
