@@ -16,6 +16,7 @@ import telegrad
 from scripts import is_alive, run, running, until
 from telegrad import rpc
 from telegrad.errors import LaunchError, NotInitialized, TelegradError, WorkerLost
+from telegrad.launch import workers
 
 
 def call(worker, func, *args):
@@ -248,6 +249,25 @@ def test_a_worker_that_does_not_end_is_killed(capsys):
     assert capsys.readouterr().err == (
         "telegrad: worker 'a' did not end within 5 s and was killed\n"
     )
+
+
+@pytest.mark.parametrize("is_lost_before", [True, False])
+def test_the_end_does_not_wait_for_a_worker_that_is_lost(capsys, monkeypatch, is_lost_before):
+    """A worker that is stopped cannot leave the group, and does not end when it is asked to."""
+    monkeypatch.setattr(workers, "_GRACE", 60.0)  # it must not come to that, nor to a connection
+    group = telegrad.workers(
+        "a", "b", heartbeat_interval=0.1, heartbeat_timeout=1.0, connect_timeout=60.0
+    )
+    with group:
+        kept = telegrad.object("a", list)  # the end waits until it is gone
+        worker = process_of("a")
+        os.kill(worker, signal.SIGSTOP)
+        if is_lost_before:
+            with pytest.raises(WorkerLost, match="'a'"):
+                call("a", talk)
+    del kept
+    assert not is_alive(worker)
+    assert capsys.readouterr().err == "telegrad: worker 'a' was lost and has been killed\n"
 
 
 def test_a_process_forked_from_the_driver_leaves_the_workers_alone():

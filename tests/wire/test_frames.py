@@ -71,6 +71,7 @@ def test_the_numbers_of_the_kinds_are_pinned():
         "REPLY": 12,
         "ERROR": 13,
         "RECEIPT": 14,
+        "UNREAD": 15,
         "RREF_FETCH": 20,
         "RREF_FORK": 21,
         "RREF_FORK_ACCEPTED": 22,

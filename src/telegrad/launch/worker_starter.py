@@ -1,10 +1,10 @@
 """Starts the workers of `telegrad.workers`: one process that imports torch once, then forks them.
 
 It runs as a script, in a session of its own: `python -u worker_starter.py CONTROL DESCRIPTORS`. The
-control socket leads to the driver. The starter reads a `Plan` from it, then single bytes: STOP asks
-all workers to leave their group and end, KILL kills them, and the end of the stream, which is the
-death of the driver, kills them too. It writes a line for each event: `joined NAME`, `ended NAME
-CODE`. It exits when all workers have.
+control socket leads to the driver. The starter reads a `Plan` from it, then commands: STOP asks all
+workers to leave their group and end, KILL kills them, KILL_ONE and a rank in two bytes kills one,
+and the end of the stream, which is the death of the driver, kills them too. It writes a line for
+each event: `joined NAME`, `ended NAME CODE`. It exits when all workers have.
 
 No worker outlives the driver: if the driver dies, this process notices (its socket closes, or its
 parent changes, in case a fork of the driver holds the socket); if this process dies, the system
@@ -25,11 +25,12 @@ import signal
 import socket
 import sys
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-STOP, KILL = b"s", b"k"
+STOP, KILL, KILL_ONE = b"s", b"k", b"o"
 
 _PR_SET_PDEATHSIG = 1
 _LOOK_EVERY = 0.5  # seconds between looks at whether the driver is still the parent
@@ -54,6 +55,7 @@ def _receive_exactly(control: socket.socket, length: int) -> bytes:
 @dataclass
 class _Worker:
     name: str
+    rank: int
     process: int
     stop: int  # a pipe: the worker ends when it can read a byte or the end from it
 
@@ -97,7 +99,7 @@ def main() -> None:
             worker_life.live(name, rank, plan, control, stop_reader)
             return
         os.close(stop_reader)
-        workers[process] = _Worker(name, process, stop_writer)
+        workers[process] = _Worker(name, rank, process, stop_writer)
     for descriptor in descriptors:
         os.close(descriptor)
     _watch(workers, control, wake_reader, driver)
@@ -134,6 +136,9 @@ def _watch(
                 for worker in workers.values():
                     with contextlib.suppress(OSError):  # it has ended
                         os.write(worker.stop, b"\0")
+            elif command == KILL_ONE:
+                rank = int.from_bytes(_receive_exactly(control, 2), "big")
+                _kill(process for process, worker in workers.items() if worker.rank == rank)
             else:
                 _kill(workers)
                 if not command:
@@ -143,8 +148,8 @@ def _watch(
         _reap(workers, control)
 
 
-def _kill(workers: dict[int, _Worker]) -> None:
-    for process in workers:
+def _kill(processes: Iterable[int]) -> None:
+    for process in processes:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process, signal.SIGKILL)
 

@@ -44,8 +44,9 @@ from telegrad.errors import LaunchError, TelegradError
 from telegrad.forks import leave_at_fork
 from telegrad.launch.failure_output import LastWords
 from telegrad.launch.worker_process import Stream
-from telegrad.launch.worker_starter import KILL, STOP
+from telegrad.launch.worker_starter import KILL, KILL_ONE, STOP
 from telegrad.rpc.group import current
+from telegrad.rpc.group.worker import Worker
 from telegrad.rpc.group.worker_info import WorkerInfo
 from telegrad.wire import by_value
 
@@ -149,7 +150,7 @@ class Workers:
         self._directory = ""
         self._starter: subprocess.Popen[bytes] | None = None
         self._monitor: _Monitor | None = None
-        self._driver: Any = None  # this process's worker object
+        self._driver: Worker | None = None  # this process's
 
     def __enter__(self) -> Workers:
         if self._is_closed:
@@ -291,8 +292,20 @@ class Workers:
 
     def _leave_group(self, *, graceful: bool, timeout: float) -> None:
         by_value.travel(by_value.Role.NONE)
-        if self._driver is not None and current.acting() is self._driver:
-            rpc.shutdown(graceful=graceful, timeout=timeout)
+        driver, monitor = self._driver, self._monitor
+        if driver is None or monitor is None or current.acting() is not driver:
+            return
+        network = driver.agent.network
+
+        def lost(rank: int, reason: str) -> None:
+            if network.given_up.get(rank) == reason:  # it is silent, and may never end by itself
+                monitor.kill(self.names[rank - 1])
+
+        network.watch_losses(lost)
+        for rank, name in enumerate(self.names, start=1):
+            if rank in network.given_up and network.members.is_lost(rank):
+                monitor.kill(name)
+        rpc.shutdown(graceful=graceful, timeout=timeout)
 
     def _end_processes(self) -> None:
         starter, monitor = self._starter, self._monitor
@@ -346,6 +359,7 @@ class _Monitor:
         self._joined: set[str] = set()
         self._ended: dict[str, int] = {}
         self._sent: set[bytes] = set()  # commands to the starter
+        self._killed: set[str] = set()  # workers that were lost when they were to end
         self._reports = b""
         self._starter = Stream(0, readers[-1])
         self._starter_words = LastWords()
@@ -362,6 +376,12 @@ class _Monitor:
         self._sent.add(command)
         with contextlib.suppress(OSError):  # the starter has ended
             self._control.sendall(command)
+
+    def kill(self, name: str) -> None:
+        self._killed.add(name)
+        rank = self._names.index(name) + 1
+        with contextlib.suppress(OSError):  # the starter has ended
+            self._control.sendall(KILL_ONE + rank.to_bytes(2, "big"))
 
     def wait_until_joined(self, deadline: float, seconds: float) -> None:
         """
@@ -458,7 +478,9 @@ class _Monitor:
         if code == 0 and STOP in self._sent:
             return
         how = _end_in_words(f"worker {name!r}", code)
-        if code == -signal.SIGKILL and KILL in self._sent:
+        if code == -signal.SIGKILL and name in self._killed:
+            how = f"worker {name!r} was lost and has been killed"
+        elif code == -signal.SIGKILL and KILL in self._sent:
             how = f"worker {name!r} did not end within {_GRACE:g} s and was killed"
         _write(sys.stderr, f"telegrad: {how}\n")
 

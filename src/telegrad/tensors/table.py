@@ -308,9 +308,13 @@ class Tables:
         self._tables: dict[TableKey, Table] = {}
 
     def open(self, key: TableKey) -> None:
-        if not isinstance(key, TableKey):
-            raise TypeError(f"a table was to be opened for a {type(key).__name__}")
+        _check_caller(key)
         self._tables[key] = Table(key)
+
+    def of_caller(self, key: TableKey) -> Table:
+        """The table, for what only its caller may do."""
+        _check_caller(key)
+        return self.of(key)
 
     def of(self, key: TableKey) -> Table:
         table = self._tables.get(key)
@@ -330,6 +334,24 @@ class Tables:
 
     def size(self, key: TableKey) -> int:
         return len(self.of(key).things)
+
+
+def _check_caller(key: TableKey) -> None:
+    """
+    Raises:
+        TelegradError: the message that this thread serves comes from another worker than the one
+            that the table belongs to.
+    """
+    if not isinstance(key, TableKey):
+        raise TypeError(f"the key of a table of remote tensors is a {type(key).__name__}")
+    agent = current.current().agent
+    source = agent.served_worker
+    if key.caller != source:
+        raise TelegradError(
+            f"worker {agent.name_of(source)!r} has asked worker {agent.info.name!r} for remote "
+            f"tensors of worker {agent.name_of(key.caller)!r}: these can be used by that worker "
+            "only"
+        )
 
 
 def _gone(key: TableKey) -> TelegradError:
@@ -352,6 +374,7 @@ def open_table(key: TableKey) -> None:
 
 
 def close_table(key: TableKey) -> None:
+    _check_caller(key)
     tables_here().close(key)
 
 
@@ -359,13 +382,13 @@ def close_table(key: TableKey) -> None:
 def run_batch(key: TableKey, batch: Batch) -> Future[Failure | None]:
     """Answers when the batch has run, with what has failed and is yet to be raised."""
     answer: Future[Failure | None] = Future()
-    tables_here().of(key).deliver(batch, answer)
+    tables_here().of_caller(key).deliver(batch, answer)
     return answer
 
 
 def table_before(before: Before) -> Table:
     """The table, once the batches before a call are done."""
-    table = tables_here().of(before.key)
+    table = tables_here().of_caller(before.key)
     table.wait_for(before)
     return table
 

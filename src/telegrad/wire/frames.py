@@ -45,7 +45,7 @@ __all__ = [
     "whole_frame",
 ]
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 MAGIC = 0x4754  # "TG", read as little-endian
 
 HEADER = struct.Struct("<HHHHqqqI")
@@ -70,6 +70,7 @@ class Kind(IntEnum):
     REPLY = 12
     ERROR = 13
     RECEIPT = 14
+    UNREAD = 15
     # Remote references
     RREF_FETCH = 20
     RREF_FORK = 21

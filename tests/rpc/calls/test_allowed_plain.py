@@ -13,13 +13,22 @@ import torch
 from torch import nn
 
 import telegrad
-from telegrad import observe, remote_calls, rpc
+from telegrad import ids, observe, remote_calls, rpc
 from telegrad.autograd.caller_modes import CallerModes
-from telegrad.errors import NotAllowed, RemoteError, SerializationError
+from telegrad.errors import NotAllowed, RemoteError, SerializationError, TelegradError
 from telegrad.nn import module_there
 from telegrad.nn.module_there import FORWARD
 from telegrad.nn.pipeline import Pipeline
-from telegrad.tensors.table import Before, fetch_values, number_of, open_table, run_call
+from telegrad.tensors.table import (
+    Batch,
+    Before,
+    close_table,
+    fetch_values,
+    number_of,
+    open_table,
+    run_batch,
+    run_call,
+)
 from telegrad.testing.cluster import cluster
 from telegrad.wire.allowed.allow_list import AllowList
 from telegrad.wire.codec import Codec
@@ -554,3 +563,35 @@ def test_names_that_are_not_the_programs_own_come_with_other_advice():
     ):
         with refused(advice):
             telegrad.call("worker1", func)
+
+
+@pytest.mark.parametrize("maker", [0, 1, 30_000])
+def test_a_future_that_was_never_submitted_does_not_block_a_worker(maker):
+    """As one that a message makes up, of this worker, of the other one, and of none."""
+    number = (maker << ids.COUNTER_BITS) + 10**6
+    future = made_up_future("worker1", number)
+    with pytest.raises(TelegradError, match="does not know to have submitted"):
+        telegrad.call("worker1", plus_one, future)
+
+
+def made_up_future(worker, number):
+    class MadeUp:
+        def __reduce__(self):
+            return remote_calls._value_of, (rpc.get_worker_info(worker).id, number, None)
+
+    return MadeUp()
+
+
+def test_a_table_can_be_used_by_its_caller_only():
+    module = telegrad.module("worker1", nn.Linear, 1, 1)
+    stream = module._connection.stream
+    key = stream.key._replace(caller=2)
+    for func, args in (
+        (open_table, (key,)),
+        (close_table, (key,)),
+        (run_batch, (key, Batch(0, [], []))),
+        (run_call, (Before(key, 0, None), "fetch_values", ([],))),
+    ):
+        with pytest.raises(TelegradError, match=r"of worker 'worker2': these can be used by that"):
+            rpc.rpc_sync("worker1", func, args)
+    assert module.weight.shape == (1, 1)

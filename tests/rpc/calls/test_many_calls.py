@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+import telegrad
 from lined_processes import PATIENCE
 from telegrad import rpc
 from telegrad.rpc.calls import agent
@@ -44,28 +45,43 @@ def there_and_back(depth, way):
         return 1 + rpc.rpc_async(other, there_and_back, args=(depth - 1, way)).wait()
     if way == "remote":
         return 1 + rpc.remote(other, there_and_back, args=(depth - 1, way)).to_here()
+    if way == "submit":
+        return 1 + telegrad.submit(other, there_and_back, depth - 1, way).result()
     return 1 + rpc.rpc_sync(other, there_and_back, args=(depth - 1, way))
 
 
-def test_calls_that_block_do_not_have_a_thread_each():
+def asynchronous(function, *args):
+    return rpc.rpc_async("worker1", function, args=args, timeout=0).wait
+
+
+def submitted(function, *args):
+    return telegrad.submit("worker1", function, *args).result
+
+
+BEGIN = pytest.mark.parametrize("begin", [asynchronous, submitted])
+
+
+@BEGIN
+def test_calls_that_block_do_not_have_a_thread_each(begin):
     with cluster(2, graceful=False):
-        calls = [rpc.rpc_async("worker1", block, timeout=0) for _ in range(1000)]
-        most, end = 0, time.monotonic() + 2.0
+        results = [begin(block) for _ in range(1000)]
+        most, end = 0, time.monotonic() + 5.0  # a pool without a limit grows in steps
         while time.monotonic() < end:
             most = max(most, rpc.rpc_sync("worker1", threads))
         assert most < BOUND
         rpc.rpc_sync("worker1", unblock)
-        assert all(call.wait() for call in calls)
+        assert all(result() for result in results)
 
 
-def test_calls_that_wait_for_a_later_one_go_on():
+@BEGIN
+def test_calls_that_wait_for_a_later_one_go_on(begin):
     with cluster(2, graceful=False, num_worker_threads=1):
-        calls = [rpc.rpc_async("worker1", block, timeout=0) for _ in range(20)]
-        rpc.rpc_async("worker1", unblock).wait()
-        assert all(call.wait() for call in calls)
+        results = [begin(block) for _ in range(20)]
+        begin(unblock)()
+        assert all(result() for result in results)
 
 
-@pytest.mark.parametrize("way", ["sync", "async", "remote"])
+@pytest.mark.parametrize("way", ["sync", "async", "remote", "submit"])
 def test_nested_calls_of_any_depth_find_threads(way):
     with cluster(2, graceful=False, num_worker_threads=1):
         chains = [

@@ -223,7 +223,7 @@ def test_a_stuck_reader_goes_on_if_there_is_no_thread_in_its_place(link, monkeyp
     there.send(Kind.REPLY, call_id=2)
     assert begun.wait(PATIENCE)
     with monkeypatch.context() as scarce:
-        scarce.setattr(threading, "_start_new_thread", no_thread)
+        scarce.setattr(threading.Thread, "start", no_thread)
         multiplex.tick(time.monotonic() + 1.0)
     release.set()
     assert next_one.settled.wait(PATIENCE)
@@ -233,7 +233,7 @@ def test_a_stuck_reader_goes_on_if_there_is_no_thread_in_its_place(link, monkeyp
 def test_a_connection_that_nothing_can_read_is_closed(monkeypatch):
     with joined(InprocTransport()) as (here, there):
         multiplex = Multiplex(here, "test", print, print, lambda: None, run_soon)
-        monkeypatch.setattr(threading, "_start_new_thread", no_thread)
+        monkeypatch.setattr(threading.Thread, "start", no_thread)
         with pytest.raises(ConnectionClosed, match="can't start new thread"):
             multiplex.start()
         assert multiplex.is_closed
@@ -255,7 +255,7 @@ def test_who_cannot_read_what_it_has_opened_waits_until_the_other_end_has_let_go
         other_end = threading.Thread(target=let_go)
         other_end.start()
         with monkeypatch.context() as scarce:
-            scarce.setattr(threading, "_start_new_thread", no_thread)
+            scarce.setattr(threading.Thread, "start", no_thread)
             with pytest.raises(ConnectionClosed, match="can't start new thread"):
                 multiplex.start(is_opener=True)
         assert heard == [Kind.GOODBYE]
@@ -388,11 +388,11 @@ def no_threads(worker):
         rpc.rpc_sync(worker, give_threads, (True,))
 
 
-_start_new_thread = threading._start_new_thread
+start_thread = threading.Thread.start
 
 
 def give_threads(yes):
-    threading._start_new_thread = _start_new_thread if yes else no_thread
+    threading.Thread.start = start_thread if yes else no_thread
 
 
 def test_calls_wait_for_a_thread_and_the_worker_is_not_lost():

@@ -185,7 +185,7 @@ def test_threads_but_one_go_away_when_there_is_nothing_to_do(monkeypatch):
 def test_tasks_wait_while_the_system_gives_no_thread(pool, monkeypatch, caplog):
     done = threading.Event()
     with monkeypatch.context() as scarce:
-        scarce.setattr(threading, "_start_new_thread", no_thread)
+        scarce.setattr(threading.Thread, "start", no_thread)
         pool.submit(done.set)
         pool.tick()
         pool.tick()
@@ -200,7 +200,7 @@ def test_tasks_wait_while_the_system_gives_no_thread(pool, monkeypatch, caplog):
 
 def test_the_thread_that_stays_runs_tasks_when_the_system_gives_no_other(pool, monkeypatch):
     pool.start()
-    monkeypatch.setattr(threading, "_start_new_thread", no_thread)
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
     ran = []
     for number in range(20):
         pool.submit(lambda number=number: ran.append(number))
@@ -252,7 +252,7 @@ def test_a_task_that_comes_too_late_is_done_all_the_same():
 
 def test_also_if_there_is_no_thread_for_it(pool, monkeypatch, caplog):
     pool.close(PATIENCE)
-    monkeypatch.setattr(threading, "_start_new_thread", no_thread)
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
     done = []
     pool.submit(lambda: done.append(threading.current_thread()))
     assert done == [threading.current_thread()]
@@ -289,7 +289,7 @@ def test_draining_ends_by_its_timeout(pool, monkeypatch):
     pool.submit(lambda: release.wait(PATIENCE))
     until(lambda: pool._started == 1)
     with monkeypatch.context() as scarce:
-        scarce.setattr(threading, "_start_new_thread", no_thread)
+        scarce.setattr(threading.Thread, "start", no_thread)
         pool.submit(lambda: None)
         pool.drain(0.05)
         assert pool._backlog == 1

@@ -10,10 +10,14 @@ import types
 import pytest
 import torch
 
+import telegrad
+from interrupting import CtrlC
 from telegrad import rpc
+from telegrad.autograd.plain import engine_here
 from telegrad.errors import RpcTimeout, SerializationError
 from telegrad.rpc.api import _rref_context_get_debug_info
 from telegrad.testing.cluster import cluster
+from telegrad.transport.stream import SocketConnection
 
 WORKERS = ("worker0", "worker1", "worker2")
 
@@ -137,3 +141,39 @@ def test_a_lane_with_a_late_reply_is_used_again(group):
         rpc.rpc_sync("worker2", late, args=(1, 0.3), timeout=0.05)
     for number in range(200):
         assert rpc.rpc_sync("worker2", late, args=(number, 0.003)) == number
+
+
+READING = (
+    SocketConnection.send,
+    SocketConnection.receive,
+    SocketConnection._read_frame,
+    SocketConnection._take,
+    SocketConnection._fill,
+)
+
+
+@pytest.mark.parametrize("call", [rpc.rpc_sync, telegrad.call], ids=["rpc_sync", "call"])
+def test_a_reply_that_ctrl_c_leaves_unread_wherever_it_comes(group, call):
+    """Also when the request has just left, and when the reply is half read."""
+    lines = {function.__code__: None for function in READING}
+    step = interrupted = 0
+    while step == interrupted:
+        step += 1
+        with CtrlC(lines, step):
+            try:
+                call("worker1", owned)
+            except KeyboardInterrupt:
+                interrupted += 1
+    assert interrupted > 10
+    wait_until_none_is_open()
+
+
+def owned_late():
+    time.sleep(0.2)
+    return owned()
+
+
+def test_a_reply_to_a_plain_call_that_comes_after_its_timeout(group):
+    with pytest.raises(RpcTimeout):
+        engine_here().call(1, owned_late, timeout=0.02)
+    wait_until_none_is_open()

@@ -278,6 +278,7 @@ class PlainEngine:
         self.flush = self.lifetimes.flush
         self._loop = EventLoop()
         agent.service.handle_frame(Kind.PLAIN_CALL, self._serve, call_offset=0)
+        agent.reply_head = _reply_head
         agent.handle(Kind.PLAIN_GRADIENTS, self._delivered)
         agent.watch_losses(self._worker_lost)
 
@@ -407,9 +408,13 @@ class PlainEngine:
             else:  # Ctrl-C: the function may run there all the same
                 self.lifetimes.give_up(sent.record.call, to)
             raise
-        if frame.kind is Kind.REPLY:
-            self.lifetimes.drop_tokens(_parts(frame)[1])
-        return sent.result(frame)
+        try:
+            if frame.kind is Kind.REPLY:
+                self.lifetimes.drop_tokens(_parts(frame)[1])
+            return sent.result(frame)
+        except KeyboardInterrupt:  # it may not have been unpacked
+            agent.network.members.peer(to).leave_unread(frame.call_id)
+            raise
 
     def call_async(
         self,
@@ -461,6 +466,9 @@ class PlainEngine:
 
     def value(self, call: int) -> Value:
         """What a call that was submitted to this worker returns; it may come later."""
+        if type(call) is not int:
+            raise ProtocolError(f"damaged message: the number of a call is {call!r}")
+        self.lifetimes.watch()
         return self.lifetimes.values.setdefault(call, Value())
 
     def _dispatch(
@@ -612,7 +620,7 @@ class PlainEngine:
                 0,
                 frame.call_id,
                 NO_CONTEXT,
-                -1,
+                frame.message_id,
                 (head, encoded.payload),
                 encoded.buffers,
             )
@@ -620,6 +628,9 @@ class PlainEngine:
             self.entries.drop([frame.message_id])
             if encoded.references is not None:
                 encoded.references.abandon()
+        else:
+            if encoded.references is not None:
+                self.agent.service.sent_references(source, frame, encoded.references)
 
     # -- letting go
 
@@ -707,6 +718,15 @@ def _parts(frame: Frame) -> tuple[Sequence[int], Sequence[int], memoryview]:
         numbers[below:],
         memoryview(frame.body)[_COUNTS.size + 8 * len(numbers) :],
     )
+
+
+def _reply_head(frame: Frame) -> int:
+    """Of any reply: those of plain calls carry the call's number, and no context."""
+    is_plain = frame.context_id == NO_CONTEXT and frame.message_id >= 0
+    if frame.kind is not Kind.REPLY or not is_plain:
+        return 0
+    below, dead = _COUNTS.unpack_from(frame.body)
+    return _COUNTS.size + 8 * int(below + dead)
 
 
 class _PlainCall(AsyncCall):

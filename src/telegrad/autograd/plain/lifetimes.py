@@ -11,7 +11,7 @@
 Either end notes what has died, and the next call or reply to that worker takes the notes along; a
 timer sends what is left. Such a message may be lost, when Ctrl-C ends the call that it came with.
 So what has been kept for long is asked about: whoever keeps it names it to the other end, which
-answers with what has died there.
+answers with what has died there. That also ends a wait for a result that no call will bring.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import Tensor
 from telegrad.autograd.plain.entries import Entries
 from telegrad.autograd.plain.notes import Note, Notes
 from telegrad.autograd.plain.passes import Passes, PassName
-from telegrad.autograd.plain.values import Value, lost
+from telegrad.autograd.plain.values import Value, lost, unknown
 from telegrad.errors import TelegradError
 from telegrad.ids import worker_of
 from telegrad.rpc.calls.agent import Agent
@@ -185,8 +185,12 @@ class Lifetimes:
 
     def _drop(self, calls: Sequence[int]) -> None:
         self._entries.drop(calls)
-        values = [self.values.pop(call, None) for call in calls]
-        del values
+        for call in calls:
+            value = self.values.pop(call, None)
+            if value is not None and call not in self._being_served:  # nothing else will set it
+                maker = self._agent.name_of(worker_of(call))
+                value.fail(unknown(self._agent.info.name, maker))
+            del value
 
     def _ask_about_old(self) -> None:
         """Of what a worker keeps for itself, the other end is here."""
@@ -205,8 +209,15 @@ class Lifetimes:
         for worker, question in questions.items():
             if worker == self._worker_id:
                 self._asked(worker, question)
+            elif self._is_gone(worker):
+                self._released(worker, question)
             else:
                 self._post(worker, Kind.PLAIN_ASK, question)
+
+    def _is_gone(self, worker: int) -> bool:
+        """Also if it never was there: messages can name any worker."""
+        members = self._agent.network.members
+        return members.name_of(worker) is None or members.is_lost(worker)
 
     def _asked(self, source: int, question: _Dead) -> None:
         """Answers with what has died here."""

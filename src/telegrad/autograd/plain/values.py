@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from telegrad.errors import WorkerLost
+from telegrad.errors import TelegradError, WorkerLost
 
-__all__ = ["Value", "lost"]
+__all__ = ["Value", "lost", "unknown"]
 
 
 class Value:
@@ -29,11 +29,19 @@ class Value:
             self._is_there.set()
 
     def get(self) -> Any:
-        """Ends when the function does that makes it, or with the worker where it runs: this one."""
+        """Ends when the function does that makes it, with the worker where it runs, which is this
+        one, or when the worker that has submitted it is found not to know it."""
         self._is_there.wait()
         if self._error is not None:
             raise self._error
         return self._value
+
+
+def unknown(name: str, maker: str) -> TelegradError:
+    return TelegradError(
+        f"worker {name!r} was asked for the result of a function that worker {maker!r} does not "
+        "know to have submitted to it, or has given up: keep the future until the result was used"
+    )
 
 
 def lost(name: str, reason: str) -> WorkerLost:

@@ -105,8 +105,11 @@ class Agent:
         )
         for kind in (Kind.REPLY, Kind.ERROR):
             self.service.handle_frame(kind, self._came_too_late)
+        self.service.handle_frame(Kind.UNREAD, self._left_unread)
+        self.reply_head: Callable[[Frame], int] = _no_head
+        """How long what stands in front of a reply's payload is."""
         self._riders: list[tuple[Kind, Callable[[int], bytes | None]]] = []
-        self._call_ids = itertools.count(1)
+        self._call_ids = itertools.count(2, 2)  # those of lanes are odd
         self._own_calls = OwnCalls()
         self._most_open: dict[int, int] = {}  # by worker, where it is not the usual number
 
@@ -164,7 +167,11 @@ class Agent:
         except TelegradError as error:
             self.take_back_after(encoded, error)
             raise
-        return self.result(to, frame, what)
+        try:
+            return self.result(to, frame, what)
+        except KeyboardInterrupt:  # it may not have been unpacked
+            peer.leave_unread(frame.call_id)
+            raise
 
     def begin_call(
         self, to: int, func: Callable[..., Any], args: Sequence[Any]
@@ -541,6 +548,12 @@ class Agent:
         """Of the calls that this thread makes: see `telegrad.rpc.connections.thread_pool`."""
         return self._thread.depth // Flags.DEPTH_ONE
 
+    @property
+    def served_worker(self) -> int:
+        """Whose message this thread serves: this worker's own, if none."""
+        source = self._thread.source
+        return self.info.id if source < 0 else source
+
     def run_like_a_call(self, work: Callable[[], None], depth: int) -> None:
         """On a thread for calls of this depth: `work` may take long, and call other workers."""
         depth = min(depth, DEEPEST)
@@ -574,11 +587,15 @@ class Agent:
 
     def _came_too_late(self, source: int, frame: Frame, send: object = None) -> None:
         """A reply that nobody waits for. References in it must be unpacked, so that they end."""
-        frame.context_id = NO_CONTEXT
         try:
+            frame.body = frame.body[self.reply_head(frame) :]
+            frame.context_id = NO_CONTEXT
             self.result(source, frame, lambda: "a call that was given up")
         except BaseException as error:  # noqa: BLE001 - nobody is there to hear of it
             _log.debug("a late reply of worker %d: %r", source, error)
+
+    def _left_unread(self, source: int, frame: Frame, send: object) -> None:
+        self._peer(source).unread(frame.body)
 
     # -- the state of things
 
@@ -592,6 +609,10 @@ class Agent:
         for call in self._own_calls.close():
             self.network.work.submit(partial(call.fail, SHUT_DOWN))
         self.network.close(patience=patience)
+
+
+def _no_head(frame: Frame) -> int:
+    return 0
 
 
 def _copied(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import struct
@@ -16,7 +17,7 @@ from torch import is_grad_enabled
 from torch._C import _set_grad_enabled
 from torch.futures import Future
 
-from telegrad.errors import NotAllowed, ProtocolError, SerializationError, TelegradError
+from telegrad.errors import NotAllowed, ProtocolError, SerializationError, TelegradError, WorkerLost
 from telegrad.rpc.calls.outcome import describe_message, pack_failure
 from telegrad.rpc.connections.conversation import Conversation
 from telegrad.rpc.connections.network import Send
@@ -26,7 +27,7 @@ from telegrad.rpc.group.worker_info import WorkerInfo
 from telegrad.rpc.seams import NO_CONTEXT, Handler, Recorder, Rescue
 from telegrad.transport.base import ConnectionClosed, TransportTimeout
 from telegrad.wire.allowed.allow_list import AllowList
-from telegrad.wire.codec import Codec
+from telegrad.wire.codec import Codec, References
 from telegrad.wire.frames import Flags, Frame, Kind, Unread, rider_size, split_rider
 from telegrad.wire.function_names import function_named, name_in
 from telegrad.wire.tensor_table.layout import is_leaf
@@ -99,6 +100,7 @@ class Service:
         if depth:
             frame.flags &= ~Flags.DEPTH
         self.thread.depth = min(depth + Flags.DEPTH_ONE, Flags.DEPTH)
+        outer, self.thread.source = self.thread.source, source
         counted = frame.kind is not Kind.GATHER  # those ask whether anything is going on
         if counted:
             self._begun.add()
@@ -136,6 +138,7 @@ class Service:
                 raise
         finally:
             self.thread.depth = 0  # callbacks may run on this thread next
+            self.thread.source = outer
             for loan in frame.loans:
                 loan.end()
         if rider is not None:  # it has time: whoever waits, waits for the answer
@@ -336,8 +339,16 @@ class Service:
             if encoded.references is not None:
                 encoded.references.abandon()
             return
+        if encoded.references is not None:
+            self.sent_references(source, frame, encoded.references)
         if message != -1 and self.recorder is not None:
             self.recorder.foresee(frame.context_id, message)
+
+    def sent_references(self, source: int, frame: Frame, references: References) -> None:
+        """They are in the answer to a message, which was sent. Its caller may not unpack it."""
+        if source != self._info.id:
+            with contextlib.suppress(WorkerLost):  # it has left meanwhile
+                self._peer_of(source).sent_references.answered(frame.call_id, references)
 
     def answer_failure(self, source: int, frame: Frame, send: Send, error: BaseException) -> None:
         """Answers a message with an exception."""
@@ -406,6 +417,8 @@ class _Thread(threading.local):
     """It has called other workers since it began to serve a message, and may have waited."""
     depth = 0
     """Of the calls that it makes, as in `Flags.DEPTH`: 0 unless it serves one itself."""
+    source = -1
+    """The worker whose message it serves; -1 if it serves none."""
     is_own = False
     """It was started by the agent: others may wait for what it does."""
 

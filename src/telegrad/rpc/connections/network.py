@@ -51,6 +51,7 @@ Serve = Callable[[int, Frame, Send], None]
 _OWN_THREADS = 4  # for messages other than calls
 _MOST_THREADS = 64  # for calls of one depth that block, or four times the usual number
 _TRIM_SECONDS = 1.0
+_CALLS = frozenset((Kind.CALL, Kind.REMOTE, Kind.PLAIN_CALL))
 _HAS_LEFT = "it has shut down"
 _GOODBYE_SECONDS = 1.0  # for peers that do not take it at once; for all of them together
 
@@ -356,7 +357,7 @@ class Network:
             run = partial(self._serve_timed, name, peer.info.id, frame, multiplex)
             if self._quick.is_quick(name):
                 run()
-            elif frame.kind is Kind.CALL or frame.kind is Kind.REMOTE:
+            elif frame.kind in _CALLS:
                 self.calls.submit(frame.flags // Flags.DEPTH_ONE, run)
             else:
                 self.work.submit(run)
@@ -395,7 +396,8 @@ class Network:
         if peer.memory is not None:
             peer.memory.close()
             peer.memory = shm.SharedMemory()
-        worker, untold = peer.info.id, list(self._loss_watchers)
+        worker, watchers = peer.info.id, list(self._loss_watchers)
+        untold = list(watchers)
         told = threading.Event()
         for one in (peer, self.members.known_peer(worker)):  # another may have taken its place
             if one is not None and untold:
@@ -409,7 +411,7 @@ class Network:
                 if not untold:
                     told.set()
 
-        for watcher in self._loss_watchers:
+        for watcher in watchers:
             self.work.submit(partial(tell, watcher))
 
     def _tick(self, now: float) -> None:

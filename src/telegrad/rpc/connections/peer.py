@@ -22,6 +22,7 @@ A peer that is lost comes back as soon as it can be connected to again, under th
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import struct
 import threading
@@ -35,6 +36,7 @@ from telegrad.errors import (
     ProtocolError,
     ReplyLost,
     RpcTimeout,
+    TelegradError,
     WorkerLost,
 )
 from telegrad.locks import is_held_here
@@ -58,6 +60,7 @@ from telegrad.rpc.connections.multiplex import Multiplex
 from telegrad.rpc.connections.processor_time import ProcessorTime
 from telegrad.rpc.connections.receipts import Receipts, Request
 from telegrad.rpc.group.worker_info import WorkerInfo
+from telegrad.rpc.sent_references import SentReferences
 from telegrad.transport.base import Connection, ConnectionClosed, TransportTimeout
 from telegrad.transport.handshake import Purpose
 from telegrad.transport.same_host.shm import SharedMemory
@@ -76,6 +79,7 @@ _MOST_POSTED = 32  # lanes with a receipt outstanding: each is a thread at the p
 _MOST_BEGUN = 16  # the same for requests whose reply is waited for later
 _IDLE_SECONDS = 30.0  # after which a lane that nobody needed is closed
 _KEPT_LANES = 2
+_NUMBER = struct.Struct("<q")  # of a request
 _TRIES = 3  # lanes on which a request is sent again, when one breaks after the other
 
 
@@ -157,9 +161,10 @@ class Peer:
         keepers = self._is_open, self._discard, partial(self._put_back, is_cold=True)
         self._receipts = Receipts(*keepers, self._post_broke)
         self._late = LateReplies(*keepers, self._on_late)
-        self._numbers = itertools.count(1)
+        self._numbers = itertools.count(1, 2)  # an agent's other calls have even ones
         self.begun = BegunRequests()
         """Of the requests that the worker has made here."""
+        self.sent_references = SentReferences()
         self._connections: set[Connection] = set()  # every open one, so that a loss can end them
         self._connections_lock = threading.RLock()  # guards the set above and the two below
         self._multiplexes: list[Multiplex] = []
@@ -221,6 +226,7 @@ class Peer:
             frame = lane.receive()
             while frame.call_id != number:
                 frame = lane.receive()
+            self._put_back(lane)
         except TransportTimeout:
             if lane.reads == reads:
                 self._late.keep(lane, number)
@@ -234,11 +240,21 @@ class Peer:
         except BaseException:
             # Ctrl-C while waiting: the reply would be taken for the next call's.
             self._discard(lane)
+            self.leave_unread(number)
             if reads < 0 and references is not None:
                 references.abandon()
             raise
-        self._put_back(lane)
         return frame
+
+    def leave_unread(self, number: int) -> None:
+        """Nobody unpacks the reply to this request of a lane, which may hold references. Whether
+        the request has arrived, and the reply left, is not known."""
+        self._on_late(partial(self._tell_unread, number))
+
+    def _tell_unread(self, number: int) -> None:
+        with contextlib.suppress(TelegradError):  # it is lost, and its references with it
+            what = partial(describe_message, Kind.UNREAD)
+            self.post(Kind.UNREAD, -1, -1, (_NUMBER.pack(number),), (), what)
 
     @property
     def has_many_begun(self) -> bool:
@@ -465,6 +481,7 @@ class Peer:
                 continue
             except BaseException:
                 self._discard(lane)
+                self.leave_unread(request.number)
                 raise
             self._put_back(lane)
             if frame.flags & Flags.RESENT:
@@ -681,6 +698,7 @@ class Peer:
         for effect in effects:
             if isinstance(effect, DeclareLost):
                 self._last_loss = effect.reason
+                self.sent_references.clear()
                 self._end_connections()
                 self._on_lost(self, effect)
 
@@ -799,6 +817,10 @@ class Peer:
                     multiplex.send_if_free(Kind.PING)
                 except (ConnectionClosed, TransportTimeout):
                     continue  # its reader sees the end as well, and tells
+
+    def unread(self, body: bytes) -> None:
+        """The worker has not unpacked the reply to a request of its own."""
+        self.sent_references.unread(_NUMBER.unpack(body)[0])
 
     def decline(self) -> None:
         """Tells of shared memory that could not be taken. May block."""

@@ -247,7 +247,8 @@ class RpcOptions:
         if secret is None:
             return None
         if not secret:
-            raise ValueError("the cluster's secret must not be empty")
+            where = "TELEGRAD_SECRET" if self.secret is None else "RpcOptions(secret=...)"
+            raise ValueError(f"{where} is set but empty: give a secret, or leave it out")
         return secret.encode() if isinstance(secret, str) else secret
 
     def tcp_security(self) -> tuple[str, ssl.SSLContext | None, ssl.SSLContext | None]:

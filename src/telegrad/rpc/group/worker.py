@@ -135,11 +135,12 @@ class Worker:
 
     def _tell_others(self, record: Record | None, *, timeout: float) -> None:
         """Tells those who are there that this worker comes, or, by None, that it leaves. One that
-        does not answer hears of it later."""
+        is lost, or does not answer, hears of it later."""
+        members = self.agent.network.members
         told = [
             self.agent.request(member.id, Kind.MEMBERS, record, timeout=timeout)
-            for member in self.agent.network.members.infos()
-            if member.id != self.info.id
+            for member in members.infos()
+            if member.id != self.info.id and not members.is_lost(member.id)
         ]
         for answer in told:
             try:
