@@ -243,3 +243,19 @@ def test_what_a_lost_worker_had_is_named(group):
         future.result()
     with pytest.raises(WorkerLost, match="tensors on worker 'worker2'"):
         layer(torch.ones(1, 3))
+
+
+def test_a_step_without_gradients_because_of_no_grad_warns():
+    body, head = telegrad.module("worker1", nn.Linear, 2, 2), nn.Linear(2, 1)
+    optimizer = torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.1)
+    with torch.no_grad():
+        y = body(torch.ones(1, 2))
+    head(y).sum().backward()
+    with pytest.warns(UserWarning, match="no parameter on worker 'worker1' has a gradient") as seen:
+        optimizer.step()
+    assert seen[0].filename == __file__
+    optimizer.zero_grad()
+    head(body(torch.ones(1, 2))).sum().backward()
+    with torch.no_grad():
+        body(torch.ones(1, 2))  # an evaluation before the step is no mistake
+    optimizer.step()

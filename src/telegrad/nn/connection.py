@@ -170,7 +170,8 @@ class Connection:
 
     def leaves_of(self, part: Any) -> tuple[list[Tensor], list[int]]:
         """Parameters that get gradients by a call that is made now, and their ids there."""
-        if not torch.is_grad_enabled():
+        self.stream.is_recording = torch.is_grad_enabled()
+        if not self.stream.is_recording:
             return [], []
         leaves: list[Tensor] = [p for p in part.parameters() if p.requires_grad]
         return leaves, [p.handle.id for p in leaves if isinstance(p, RemoteTensor)]

@@ -17,6 +17,7 @@ on a shallow copy, which has the parameters of this process only.
 from __future__ import annotations
 
 import functools
+import warnings
 import weakref
 from typing import Any
 
@@ -74,6 +75,7 @@ def step_there(
     remote = [p for group in groups for p in group["params"] if type(p) is RemoteTensor]
     if not remote:
         return None
+    _warn_of_unrecorded(optimizer, remote)
     _move_state(optimizer)
     options = [
         {k: v for k, v in group.items() if k not in ("params", "param_names")} for group in groups
@@ -103,6 +105,22 @@ def step_there(
         for group in groups
     ]
     return (here, *args[1:]), kwargs
+
+
+def _warn_of_unrecorded(optimizer: Optimizer, remote: list[RemoteTensor]) -> None:
+    """As in one process, the step leaves out what has no gradient. But where modules were called
+    under `no_grad`, that is rarely meant."""
+    for stream in {p.handle.stream for p in remote if p.requires_grad}:
+        if stream.is_recording or any(
+            p.grad is not None for p in remote if p.handle.stream is stream
+        ):
+            continue
+        warnings.warn(
+            f"{type(optimizer).__name__}.step(): no parameter on worker {stream.worker_name!r} has "
+            "a gradient, since the last call of a module there was made under torch.no_grad(). "
+            "Make the call with gradients on, or leave its parameters out of the optimizer",
+            stacklevel=4,
+        )
 
 
 def _fetch_together(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:

@@ -66,6 +66,8 @@ class Stream:
         """Ids of what is not needed any more. Destructors append to it: it needs no lock."""
         self.version = 0
         """Changes with everything that is sent."""
+        self.is_recording = True
+        """Whether the last call of a module there was made with gradients on."""
         self._agent = agent
         self.key = TableKey(agent.worker_id, agent.directory.life, number)
         self._ids = itertools.count(1)
