@@ -39,7 +39,8 @@ nitpick_ignore_regex = [
     (r"py:class", r"T|Callable|WorkerInfo|RemoteFuture"),  # in signatures that a page writes out
     (
         r"py:.*",
-        r"telegrad\.(ids|wire|transport|rpc\.\w+|autograd\.\w+|optim\.\w+|testing\.\w+|nn\.module|remote_calls\.T)\b.*",
+        r"telegrad\.(ids|wire|transport|(rpc|autograd|optim|observe|testing)\.\w+|nn\.module"
+        r"|remote_calls\.T)\b.*",
     ),
 ]
 
