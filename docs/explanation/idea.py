@@ -61,6 +61,7 @@ class Worker:
     def close(self):
         self._pipe.close()
         self._process.join()
+        self._process.close()
         self._line.shutdown()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import sys
 import time
 
 import pytest
@@ -14,6 +13,7 @@ from telegrad import rpc
 from telegrad.errors import RpcTimeout, TelegradError, WorkerLost
 from telegrad.rpc.api import _rref_context_get_debug_info
 from telegrad.rpc.group import current
+from telegrad.rpc.references import fetch
 from telegrad.testing.cluster import cluster
 
 
@@ -114,7 +114,7 @@ def do_not_tell():
 
 def test_a_shutdown_goes_on_though_a_reference_does_not_end(monkeypatch, caplog):
     """Whatever it is that keeps it: nothing changes any more."""
-    monkeypatch.setattr(sys.modules["telegrad.rpc.remote"], "_PATIENCE", 0.5)
+    monkeypatch.setattr(fetch, "_PATIENCE", 0.5)
     with cluster(2, graceful=False) as group:
         rref = owned()
         rpc.rpc_sync("worker1", keep, args=(rref,))
