@@ -388,7 +388,6 @@ class PlainEngine:
             return self.call_async(to, func, args, kwargs, timeout=timeout, residents=residents)()
         sent = self._pack(to, func, args, kwargs, residents, stays=False)
         agent = self.agent
-        agent.service.thread.has_called = True
         try:
             frame = agent.network.members.peer(to).exchange(
                 Kind.PLAIN_CALL,

@@ -99,8 +99,6 @@ class Agent:
             directory,
             self.service.serve,
             self.service.function_in,
-            self.service.name_of,
-            self.service.has_called,
             partial(self._begin_thread, on_thread_start),
         )
         for kind in (Kind.REPLY, Kind.ERROR):
@@ -137,7 +135,6 @@ class Agent:
         """Runs `func` on worker `to` and returns its result; what it raises is raised here."""
         if to == self.info.id:
             return self.call_async(to, func, args, kwargs, timeout).wait()
-        self._thread.has_called = True
         peer = self.network.members.peer(to)
         head, encoded, context, message = self.pack_call(to, func, args, kwargs)
         seconds = self.rpc_timeout if timeout is None else timeout
@@ -184,7 +181,6 @@ class Agent:
         """
         if to == self.info.id or self.network.members.peer(to).has_many_begun:
             return self.call_async(to, func, args, timeout=0).wait
-        self._thread.has_called = True
         head, encoded, _, _ = self.pack_call(to, func, args, None)
         if encoded.references is not None:
             encoded.references.leave()
@@ -200,7 +196,6 @@ class Agent:
         peer = None if to == self.info.id else self.network.members.peer(to)
         if peer is None or peer.has_many_begun:
             return None
-        self._thread.has_called = True
         encoded = self.codec.encode(body, to)
         what = partial(describe_message, kind)
         flags = self._thread.depth
@@ -307,7 +302,6 @@ class Agent:
     ) -> None:
         """Sends the request of an asynchronous call; `call` is settled by whatever ends it."""
         thread = self._thread
-        thread.has_called = True
         flags = thread.depth if is_grad_enabled() else thread.depth | Flags.NO_GRAD
         seconds = self.rpc_timeout if timeout is None else timeout
         call.seconds = seconds
@@ -470,7 +464,6 @@ class Agent:
             self.post(to, kind, body)
             meanwhile()
             return []
-        self._thread.has_called = True
         encoded = self.codec.encode(body, to)
         receipt = self._living_peer(to, kind).converse(
             kind,
@@ -512,7 +505,6 @@ class Agent:
         self, to: int, kind: Kind, body: Any, timeout: float | None, what: Callable[[], str]
     ) -> Any:
         """A request on the synchronous path, within the context of this thread."""
-        self._thread.has_called = True
         encoded = self.codec.encode(body, to)
         context, message = self._record(to, encoded)
         seconds = self.rpc_timeout if timeout is None else timeout

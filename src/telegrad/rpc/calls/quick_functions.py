@@ -11,8 +11,6 @@ While it blocks, the connection's clock sees it and reading goes on elsewhere (s
 
 from __future__ import annotations
 
-import math
-
 __all__ = ["QuickFunctions"]
 
 _TRUSTED = 3
@@ -27,21 +25,18 @@ class QuickFunctions:
     Args:
         limit: how many seconds are quick.
         blocked: after how many a function must have waited for something.
-        relapse: so many quick runs more it takes until a function is trusted again that was.
     """
 
-    def __init__(self, limit: float = 150e-6, blocked: float = 5e-3, relapse: int = 0) -> None:
+    def __init__(self, limit: float = 150e-6, blocked: float = 5e-3) -> None:
         self._limit = limit
         self._blocked = blocked
-        self._relapse = relapse
         self._scores: dict[bytes, int] = {}
 
     def is_quick(self, name: bytes) -> bool:
         return self._scores.get(name, 0) >= _TRUSTED
 
     def ran(self, name: bytes, seconds: float) -> None:
-        """A function took so long, with the unpacking of its arguments and the answer; infinitely
-        long if it is sure to block."""
+        """A function took so long, with the unpacking of its arguments and the answer."""
         score = self._scores.get(name)
         if score is None:
             if not name or len(self._scores) >= _MOST_NAMES:
@@ -50,11 +45,8 @@ class QuickFunctions:
         if seconds < self._limit:
             score = min(score + 1, _MOST_TRUSTED)
         elif seconds < self._blocked:
-            was_trusted = score >= _TRUSTED
             score = max(score - 2, 0) if score > 0 else score
-            if was_trusted and score < _TRUSTED:
-                score -= self._relapse
-        elif 0 <= score < _TRUSTED and seconds < math.inf:
+        elif 0 <= score < _TRUSTED:
             score = 0
         else:
             score = _PENANCE

@@ -95,7 +95,6 @@ class Service:
 
     def serve(self, source: int, frame: Frame, send: Send) -> None:
         """Runs a message that came in, and answers it now or, if it is deferred, later."""
-        self.thread.has_called = False
         depth = frame.flags & Flags.DEPTH
         if depth:
             frame.flags &= ~Flags.DEPTH
@@ -177,16 +176,6 @@ class Service:
             _log.exception("and so did telling who waits for it")
         if source != self._info.id:
             self._peer_of(source).lose(f"its {kind.name} message could not be handled: {error}")
-
-    def has_called(self) -> bool:
-        """Whether what this thread has served last has called other workers."""
-        return self.thread.has_called
-
-    def name_of(self, frame: Frame) -> bytes:
-        """What a message asks for: the function that it calls, or else its kind."""
-        if frame.kind is not Kind.CALL and frame.kind not in self._call_offsets:
-            return b"\0%d" % frame.kind
-        return self.function_in(frame)
 
     def function_in(self, frame: Frame) -> bytes:
         """The name of the function that a message calls; empty if it has none, or calls none."""
@@ -413,8 +402,6 @@ class _Thread(threading.local):
     """What one thread is at."""
 
     conversation: Conversation | None = None
-    has_called = False
-    """It has called other workers since it began to serve a message, and may have waited."""
     depth = 0
     """Of the calls that it makes, as in `Flags.DEPTH`: 0 unless it serves one itself."""
     source = -1

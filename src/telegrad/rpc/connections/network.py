@@ -18,7 +18,7 @@ from telegrad.errors import AuthenticationError, ProtocolError, TelegradError, W
 from telegrad.rpc.calls.quick_functions import QuickFunctions
 from telegrad.rpc.connections.acceptor import Door
 from telegrad.rpc.connections.clock import Clock
-from telegrad.rpc.connections.lane_server import Reception
+from telegrad.rpc.connections.lane_server import Serve, serve_lane
 from telegrad.rpc.connections.liveness import DeclareLost
 from telegrad.rpc.connections.multiplex import Multiplex
 from telegrad.rpc.connections.peer import Peer
@@ -46,8 +46,6 @@ _FAILURES_TO_CONNECT = (ConnectionClosed, TransportTimeout, AuthenticationError,
 Send = Callable[..., None]
 """`Connection.send`, of the connection that a message came on."""
 
-Serve = Callable[[int, Frame, Send], None]
-
 _OWN_THREADS = 4  # for messages other than calls
 _MOST_THREADS = 64  # for calls of one depth that block, or four times the usual number
 _TRIM_SECONDS = 1.0
@@ -61,8 +59,6 @@ class Network:
     Args:
         serve: runs a message that came from worker `source`, on a thread that it may block.
         function_in: the name of the function that a message calls, or nothing.
-        name_of: what a message asks for.
-        has_called: whether what this thread has served last has called other workers itself.
         on_thread_start: runs first in each thread made here.
     """
 
@@ -75,8 +71,6 @@ class Network:
         directory: Directory,
         serve: Serve,
         function_in: Callable[[Frame], bytes],
-        name_of: Callable[[Frame], bytes],
-        has_called: Callable[[], bool],
         on_thread_start: Callable[[], None],
     ) -> None:
         self.info = info
@@ -95,9 +89,6 @@ class Network:
         threads = options.num_worker_threads
         most = max(_MOST_THREADS, 4 * threads)
         self.calls = CallPools(info.name, threads, on_thread_start, most)
-        self._reception = Reception(
-            serve, name_of, has_called, options.busy_wait, partial(self._spawn, "host")
-        )
         self.members = Members(info, directory, self._new_peer)
         self._loss_watchers: list[Callable[[int, str], None]] = []
         self.given_up: dict[int, str] = {}
@@ -326,7 +317,7 @@ class Network:
 
     def _serve_lane(self, peer: Peer, lane: Connection) -> None:
         try:
-            self._reception.serve_lane(peer.info.id, lane, peer.begun)
+            serve_lane(peer.info.id, lane, peer.begun, self._serve_now)
         except (ConnectionClosed, TransportTimeout):
             pass  # the caller gave up on it, left or died; the multiplex knows which
         except ProtocolError as error:
@@ -334,6 +325,9 @@ class Network:
         finally:
             peer.remove(lane)
             lane.close()
+
+    def _serve_now(self, source: int, frame: Frame, send: Send) -> None:
+        self._serve(source, frame, send)  # looked up for each request: see `hold_requests`
 
     def _new_multiplex(self, peer: Peer, connection: Connection) -> Multiplex:
         return Multiplex(
@@ -418,7 +412,6 @@ class Network:
         senders = sum(peer.waiting_senders for peer in self.members.peers())
         self.work.tick(senders)
         self.calls.tick(senders)
-        self._reception.tick(now)
         self._door.tick(now)
         trims = now - self._trimmed_at > _TRIM_SECONDS
         for peer in self.members.peers():
@@ -439,7 +432,6 @@ class Network:
             self._is_over.wait()
 
         self._serve = hold
-        self._reception.serve_by(hold)
 
     def fall_silent(self) -> None:
         """Only connections are left, and threads that wait on them. Nothing that comes is answered,
@@ -464,7 +456,6 @@ class Network:
         peers = self.members.peers()
         for peer in peers:
             peer.close(goodbye_until=goodbye_until)
-        self._reception.close()
         deadline = time.monotonic() + patience
         self.calls.drain(timeout=patience)
         self.work.drain(timeout=max(0.0, deadline - time.monotonic()))

@@ -115,9 +115,6 @@ class _FaultyConnection(LateConnection):
     def receive(self) -> Frame:
         return self._owed.popleft() if self._owed else super().receive()
 
-    def receive_now(self) -> Frame | None:
-        return self._owed.popleft() if self._owed else super().receive_now()
-
 
 def _names(kind: Kind, body: Sequence[bytes | memoryview]) -> tuple[str, ...]:
     if kind is Kind.CALL:
