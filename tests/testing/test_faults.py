@@ -12,8 +12,9 @@ import torch
 
 from telegrad import rpc
 from telegrad.errors import RpcTimeout, WorkerLost
-from telegrad.rpc.connections import peer as peer_module
-from telegrad.rpc.connections import receipts as receipts_module
+from telegrad.rpc.connections import lanes as lanes_module
+from telegrad.rpc.connections import requests as requests_module
+from telegrad.rpc.group import current
 from telegrad.testing.cluster import cluster
 from telegrad.testing.faults import Faults
 from telegrad.testing.transport_contract import TransportContract, joined
@@ -264,15 +265,15 @@ def fetch_held():
 
 
 def test_lanes_whose_receipts_never_come_are_closed_after_a_while(monkeypatch):
-    monkeypatch.setattr(receipts_module, "_SECONDS", 0.2)
+    monkeypatch.setattr(lanes_module, "_RECEIPT_SECONDS", 0.2)
     faults = Faults().drop(Kind.CONTEXT_RELEASE).drop(Kind.RREF_DELETED)
     with cluster(2, wrap_transport=faults, graceful=False):
-        agent = rpc.current.current().agent
+        agent = current.current().agent
         peer = agent.network.members.peer(1)
         for _ in range(100):  # nobody ever hears of these
             agent.post(1, Kind.RREF_DELETED, None)
         assert faults.struck[("drop", Kind.RREF_DELETED)] == 100
-        assert len(peer._receipts) <= peer_module._MOST_POSTED
-        until(lambda: not len(peer._receipts))
+        assert peer.requests.lanes.posted_count <= requests_module._MOST_POSTED
+        until(lambda: not peer.requests.lanes.posted_count)
         until(lambda: len(peer._connections) <= 2)
         assert rpc.rpc_sync("worker1", add, (1, 1)) == 2

@@ -373,10 +373,10 @@ def test_lanes_that_nobody_needs_any_more_are_closed():
         rpc.rpc_sync("worker1", sleep, (0.05,))
 
     def lanes():
-        return len(peer._idle)
+        return len(peer.requests.lanes._idle)
 
     end = time.monotonic() + 30
-    while peer._late:  # calls of earlier tests, which were given up: their lanes come back
+    while peer.requests.lanes.given_up_count:  # by earlier tests: their lanes come back
         assert time.monotonic() < end
         time.sleep(0.05)
     threads = [threading.Thread(target=call) for _ in range(6)]
@@ -471,22 +471,6 @@ def test_a_function_that_leaves_gradients_off_does_so_for_itself(to, func):
         assert rpc.rpc_async(to, torch.is_grad_enabled).wait()
         assert rpc.remote(to, torch.is_grad_enabled).to_here()
 
-
-def has_called_after(how, rref):
-    if how == "sync":
-        rpc.rpc_sync("worker0", add, (1, 1))
-    elif how == "async":
-        rpc.rpc_async("worker0", add, (1, 1)).wait()
-    elif how == "fetch":
-        rref.to_here()
-    return current().agent.service.has_called()
-
-
-def test_a_worker_knows_whether_a_function_has_called_others():
-    rref = rpc.RRef(1)
-    ways = ("sync", "nothing", "async", "fetch", "nothing")
-    called = [rpc.rpc_sync("worker1", has_called_after, (how, rref)) for how in ways]
-    assert called == [True, False, True, True, False]
 
 
 def finished_future():

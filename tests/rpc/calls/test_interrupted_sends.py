@@ -16,7 +16,7 @@ from telegrad import rpc
 from telegrad.errors import RRefError
 from telegrad.locks import Turns
 from telegrad.rpc.calls.agent import Agent
-from telegrad.rpc.connections.peer import Peer
+from telegrad.rpc.connections.requests import Requests
 from telegrad.rpc.group import current
 from telegrad.rpc.references.fetch import RemoteReferences, _ReferenceCodec
 from telegrad.rpc.references.in_messages import PackedReferences
@@ -156,7 +156,7 @@ STEPS_OF_A_CALL = {
         Agent.dispatch,
         Agent.pack_call,
         Agent.take_back_if_unread,
-        Peer.exchange,
+        Requests.exchange,
         RemoteReferences.remote,
         RemoteReferences._send,
     )

@@ -299,18 +299,18 @@ def test_a_call_on_a_lane_from_before_a_loss_says_nothing_about_the_worker_that_
     peer = new_peer(losses)
     old = Lane(may_raise=is_back)
     peer.add(old)
-    peer._put_back(old)
+    peer.requests.lanes.put_back(old)
     caught = []
 
     def call():
         try:
-            peer.exchange(Kind.CALL, -1, -1, (), (), None, lambda: "a call")
+            peer.requests.exchange(Kind.CALL, -1, -1, (), (), None, lambda: "a call")
         except WorkerLost as error:
             caught.append(error)
 
     caller = threading.Thread(target=call)
     caller.start()
-    while peer._idle:
+    while peer.requests.lanes._idle:
         time.sleep(0.001)
     peer.lose("the network failed")
     new = Lane()
@@ -336,7 +336,7 @@ def test_a_lane_that_is_taken_while_the_worker_is_lost_hides_the_loss_from_nobod
     idle, used = Lane(), Lane()
     peer.add(idle)
     peer.add(used)
-    peer._idle = Idle([idle])
+    peer.requests.lanes._idle = Idle([idle])
     peer.lose("no sign of life for 30.0 seconds")
     peer.lose("the connection was closed")
     assert losses == ["no sign of life for 30.0 seconds"]

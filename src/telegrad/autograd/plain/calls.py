@@ -389,7 +389,7 @@ class PlainEngine:
         sent = self._pack(to, func, args, kwargs, residents, stays=False)
         agent = self.agent
         try:
-            frame = agent.network.members.peer(to).exchange(
+            frame = agent.network.members.peer(to).requests.exchange(
                 Kind.PLAIN_CALL,
                 0,
                 sent.record.call,
@@ -412,7 +412,7 @@ class PlainEngine:
                 self.lifetimes.drop_tokens(_parts(frame)[1])
             return sent.result(frame)
         except KeyboardInterrupt:  # it may not have been unpacked
-            agent.network.members.peer(to).leave_unread(frame.call_id)
+            agent.network.members.peer(to).requests.leave_unread(frame.call_id)
             raise
 
     def call_async(

@@ -42,7 +42,8 @@ from telegrad.rpc.calls.service import Service
 from telegrad.rpc.connections.conversation import Interruption, messages_in
 from telegrad.rpc.connections.multiplex import Multiplex
 from telegrad.rpc.connections.network import Network
-from telegrad.rpc.connections.peer import SHUT_DOWN, Peer, not_sent
+from telegrad.rpc.connections.peer import SHUT_DOWN, Peer
+from telegrad.rpc.connections.requests import not_sent
 from telegrad.rpc.connections.thread_pool import DEEPEST
 from telegrad.rpc.group.options import RpcOptions
 from telegrad.rpc.group.rendezvous import Directory
@@ -150,7 +151,7 @@ class Agent:
             return describe_call(func, args)
 
         try:
-            frame = peer.exchange(
+            frame = peer.requests.exchange(
                 Kind.CALL,
                 context,
                 message,
@@ -167,7 +168,7 @@ class Agent:
         try:
             return self.result(to, frame, what)
         except KeyboardInterrupt:  # it may not have been unpacked
-            peer.leave_unread(frame.call_id)
+            peer.requests.leave_unread(frame.call_id)
             raise
 
     def begin_call(
@@ -179,14 +180,14 @@ class Agent:
         Each has a lane, and so a thread at the other end. If many are under way, it goes the
         asynchronous way.
         """
-        if to == self.info.id or self.network.members.peer(to).has_many_begun:
+        if to == self.info.id or self.network.members.peer(to).requests.has_many_begun:
             return self.call_async(to, func, args, timeout=0).wait
         head, encoded, _, _ = self.pack_call(to, func, args, None)
         if encoded.references is not None:
             encoded.references.leave()
         what = partial(describe_call, func, ())
         flags = self._thread.depth if is_grad_enabled() else self._thread.depth | Flags.NO_GRAD
-        begun = self.network.members.peer(to).begin(
+        begun = self.network.members.peer(to).requests.begin(
             Kind.CALL, (head, encoded.payload), encoded.buffers, what, flags
         )
         return lambda: self.result(to, begun.wait(), what)
@@ -194,12 +195,12 @@ class Agent:
     def begin_request(self, to: int, kind: Kind, body: Any) -> Callable[[], Any] | None:
         """The same for a message that has a reply. None if it should go the asynchronous way."""
         peer = None if to == self.info.id else self.network.members.peer(to)
-        if peer is None or peer.has_many_begun:
+        if peer is None or peer.requests.has_many_begun:
             return None
         encoded = self.codec.encode(body, to)
         what = partial(describe_message, kind)
         flags = self._thread.depth
-        begun = peer.begin(kind, (encoded.payload,), encoded.buffers, what, flags)
+        begun = peer.requests.begin(kind, (encoded.payload,), encoded.buffers, what, flags)
         return lambda: self.result(to, begun.wait(), what)
 
     def call_async(
@@ -431,7 +432,7 @@ class Agent:
             self.network.work.submit(partial(self.service.serve, to, frame, _drop))
             return
         peer = self._peer(to) if reach else self._living_peer(to, kind)
-        peer.post(
+        peer.requests.post(
             kind,
             NO_CONTEXT,
             -1,
@@ -465,7 +466,7 @@ class Agent:
             meanwhile()
             return []
         encoded = self.codec.encode(body, to)
-        receipt = self._living_peer(to, kind).converse(
+        receipt = self._living_peer(to, kind).requests.converse(
             kind,
             (encoded.payload,),
             encoded.buffers,
@@ -508,7 +509,7 @@ class Agent:
         encoded = self.codec.encode(body, to)
         context, message = self._record(to, encoded)
         seconds = self.rpc_timeout if timeout is None else timeout
-        frame = self.network.members.peer(to).exchange(
+        frame = self.network.members.peer(to).requests.exchange(
             kind,
             context,
             message,

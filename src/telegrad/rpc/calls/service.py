@@ -150,7 +150,7 @@ class Service:
     def _serve_conversation(self, source: int, frame: Frame, send: Send) -> None:
         def post(kind: Kind, payload: bytes) -> None:
             what = partial(describe_message, kind)
-            self._peer_of(source).post(kind, NO_CONTEXT, -1, (payload,), (), what)
+            self._peer_of(source).requests.post(kind, NO_CONTEXT, -1, (payload,), (), what)
 
         conversation = Conversation(source, frame, send, post)
         self.thread.conversation = conversation

@@ -1,4 +1,4 @@
-"""Lanes on which a reply is awaited by nobody, by fake ones."""
+"""Lanes whose reply no thread waits for any more, by fake ones."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import types
 
 import pytest
 
-from telegrad.rpc.connections import late_replies
-from telegrad.rpc.connections.late_replies import LateReplies
+from telegrad.rpc.connections import lanes as module
+from telegrad.rpc.connections.lanes import Lanes
 from telegrad.transport.base import ConnectionClosed
 
 
@@ -35,15 +35,14 @@ class Lane:
 
 class Peer:
     def __init__(self):
-        self.open, self.discarded, self.idle, self.handed = set(), [], [], []
-        self.late = LateReplies(
-            self.open.__contains__, self.discarded.append, self.idle.append, self.handed.append
-        )
+        self.open, self.handed = set(), []
+        self.is_open, self.remove = self.open.__contains__, self.open.discard
+        self.lanes = Lanes(self, None, self.handed.append)
 
     def lane(self, number=1):
         lane = Lane()
         self.open.add(lane)
-        self.late.keep(lane, number)
+        self.lanes.give_up(lane, number)
         return lane
 
 
@@ -54,15 +53,15 @@ def peer():
 
 def test_a_reply_is_handed_over_when_it_comes_and_its_lane_is_used_again(peer):
     lane = peer.lane(number=7)
-    peer.late.look()
+    peer.lanes.look(0.0)
     assert not peer.handed
     lane.frames = [5, 7]  # the first is of an earlier call
-    peer.late.look()
+    peer.lanes.look(0.0)
     (receive,) = peer.handed
-    assert not peer.idle
+    assert not peer.lanes._idle
     assert receive().call_id == 7
-    assert peer.idle == [lane]
-    assert len(peer.late) == 0
+    assert peer.lanes._idle == [lane]
+    assert peer.lanes.given_up_count == 0
 
 
 def test_a_lane_that_ends_is_given_up(peer):
@@ -70,24 +69,26 @@ def test_a_lane_that_ends_is_given_up(peer):
     broken.is_broken = True
     half.frames = [2]
     peer.open.discard(ended)
-    peer.late.look()
+    peer.lanes.look(0.0)
     (receive,) = peer.handed
     assert receive() is None
-    assert peer.discarded == [broken, half]
+    assert not peer.open
+    assert broken.is_closed
+    assert half.is_closed
     assert ended.is_closed
-    assert len(peer.late) == 0
+    assert peer.lanes.given_up_count == 0
 
 
 def test_a_lane_that_has_ended_before_is_not_kept(peer):
     lane = Lane()
-    peer.late.keep(lane, 1)
+    peer.lanes.give_up(lane, 1)
     assert lane.is_closed
-    assert len(peer.late) == 0
+    assert peer.lanes.given_up_count == 0
 
 
 def test_there_are_not_ever_more_of_them(peer, monkeypatch):
-    monkeypatch.setattr(late_replies, "_MOST", 3)
+    monkeypatch.setattr(module, "_MOST_GIVEN_UP", 3)
     lanes = [peer.lane() for _ in range(5)]
-    assert peer.discarded == lanes[:2]
-    assert peer.late.give_up() == set(lanes[2:])
-    assert len(peer.late) == 0
+    assert [lane.is_closed for lane in lanes] == [True] * 2 + [False] * 3
+    assert peer.lanes.end() == set(lanes[2:])
+    assert peer.lanes.given_up_count == 0
