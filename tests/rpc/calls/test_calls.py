@@ -472,7 +472,6 @@ def test_a_function_that_leaves_gradients_off_does_so_for_itself(to, func):
         assert rpc.remote(to, torch.is_grad_enabled).to_here()
 
 
-
 def finished_future():
     future = torch.futures.Future()
     future.set_result(1)
