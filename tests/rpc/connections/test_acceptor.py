@@ -6,7 +6,7 @@ import collections
 
 import pytest
 
-from telegrad.rpc.connections.acceptor import Door, _Stranger
+from telegrad.rpc.connections.acceptor import Acceptor, _Pending
 from telegrad.rpc.group.worker_info import WorkerInfo
 
 
@@ -37,12 +37,12 @@ class Crowd(collections.deque):
 @pytest.fixture
 def door():
     info = WorkerInfo("worker0", 0)
-    return Door(info, bytes(16), b"key", lambda _: None, lambda *_: None, lambda *_: None)
+    return Acceptor(info, bytes(16), b"key", lambda _: None, lambda *_: None, lambda *_: None)
 
 
 def test_those_go_that_have_been_silent_for_too_long(door):
     old, young = Knocking(), Knocking()
-    door._strangers += [_Stranger(old, 0.0), _Stranger(young, 4.0)]
+    door._pending += [_Pending(old, 0.0), _Pending(young, 4.0)]
     door.tick(5.5)
     assert (old.is_sent_away, young.is_sent_away) == (True, False)
     door.tick(9.5)
@@ -51,7 +51,7 @@ def test_those_go_that_have_been_silent_for_too_long(door):
 
 def test_nobody_goes_in_the_place_of_one_that_has_just_proved_itself(door):
     friend, young = Knocking(), Knocking()
-    door._strangers = Crowd([_Stranger(friend, 0.0), _Stranger(young, 4.0)])
+    door._pending = Crowd([_Pending(friend, 0.0), _Pending(young, 4.0)])
     door.tick(5.5)
     assert not friend.is_sent_away
     assert not young.is_sent_away

@@ -48,7 +48,7 @@ def add(a, b):
 
 
 def own_address():
-    (address,) = current.current().agent.network._door.addresses
+    (address,) = current.current().agent.network._acceptor.addresses
     host, _, port = address.partition(":")[2].rpartition(":")
     return host, int(port)
 
@@ -271,7 +271,7 @@ class TestCertificates:
 class TestWithoutEncryption:
     def test_calls_work_and_can_be_read(self):
         with cluster(2, transport="tcp", encrypt=False):
-            assert current.current().agent.network._door.addresses[0].startswith("plain:")
+            assert current.current().agent.network._acceptor.addresses[0].startswith("plain:")
             assert rpc.rpc_sync("worker1", add, (1, 1)) == 2
 
     def test_it_must_be_off_on_both_sides(self, tmp_path):
@@ -459,7 +459,7 @@ def read(path):
 class TestOtherUsers:
     def test_the_worker_hangs_up_on_them(self, caplog):
         with cluster(2):
-            name = current.current().agent.network._door.addresses[0].removeprefix("unix:@")
+            name = current.current().agent.network._acceptor.addresses[0].removeprefix("unix:@")
             assert run_as_nobody(say_hello, name) == "0"
             assert rpc.rpc_sync("worker1", add, (1, 1)) == 2
         assert f"runs as user {NOBODY}" in caplog.text
@@ -572,7 +572,7 @@ class TestModes:
 # -- a port that has passed to another
 
 
-def test_a_worker_rejoins_although_its_former_port_is_a_strangers():
+def test_a_worker_rejoins_although_its_former_port_is_a_pending():
     with cluster(2, open_group=True, transport="tcp", connect_timeout=2.0) as group:
         address = current.current().agent.network.members.record_of(1).addresses[0]
         host, _, port = address.partition(":")[2].rpartition(":")

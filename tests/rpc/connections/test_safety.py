@@ -45,13 +45,13 @@ def until(condition):
 
 def own_address():
     """Where this process's worker listens by TCP."""
-    (address,) = current.current().agent.network._door.addresses
+    (address,) = current.current().agent.network._acceptor.addresses
     host, _, port = address.partition(":")[2].rpartition(":")
     return host, int(port)
 
 
 def strangers_here():
-    return len(current.current().agent.network._door._strangers)
+    return len(current.current().agent.network._acceptor._pending)
 
 
 def threads_here():
@@ -129,7 +129,7 @@ class TestStrangers:
     @pytest.fixture(autouse=True)
     def _quiet(self, group):
         """Complaints are said once: let each test hear its own."""
-        current.current().agent.network._door._complaints.clear()
+        current.current().agent.network._acceptor._warned.clear()
         assert rpc.rpc_sync("worker1", add, (1, 1)) == 2
         self.before = threads_here(), descriptors_here()
         yield
@@ -178,16 +178,16 @@ class TestStrangers:
         assert time.monotonic() - begun < 2.0
         assert "did not say who it is" in caplog.text
 
-    def test_a_crowd_of_silent_strangers_does_not_lock_friends_out(self, caplog):
+    def test_a_crowd_of_silent_pending_does_not_lock_friends_out(self, caplog):
         with contextlib.ExitStack() as stack:
             with caplog.at_level(logging.WARNING, "telegrad"):
                 crowd = [stack.enter_context(knocking()) for _ in range(200)]
-                until(lambda: strangers_here() == acceptor._MOST_STRANGERS)
+                until(lambda: strangers_here() == acceptor._MOST_PENDING)
                 # a friend who has to make new connections
                 rpc.rpc_sync("worker1", call_from_many_threads, ("worker0", 10))
             assert len(crowd) == 200
             self.before = self.before[0] + 12, self.before[1] + 12  # the friend's lanes stay
-            assert threads_here() <= self.before[0] + acceptor._MOST_STRANGERS
+            assert threads_here() <= self.before[0] + acceptor._MOST_PENDING
         assert len([r for r in caplog.records if "did not say who it is" in r.getMessage()]) == 1
 
     def test_nothing_is_unpickled_before_the_proof(self, tmp_path):
@@ -445,7 +445,9 @@ class TestGroups:
         tls = Authority(tmp_path).worker("worker")
         with cluster(3, transport="tcp", tls=tls):
             network_ = current.current().agent.network
-            assert [address.partition(":")[0] for address in network_._door.addresses] == ["tls"]
+            assert [address.partition(":")[0] for address in network_._acceptor.addresses] == [
+                "tls"
+            ]
             large = torch.arange(1 << 20)
             assert torch.equal(rpc.rpc_sync("worker1", add, (large, 1)), large + 1)
             futures = [rpc.rpc_async("worker2", add, (large[:1000], i)) for i in range(100)]

@@ -165,7 +165,7 @@ def test_a_failing_task_ends_itself_only(pool, caplog):
     pool.submit(done.set)
     assert done.wait(PATIENCE)
     until(lambda: pool.is_idle)
-    assert "a task failed outside of its call" in caplog.text
+    assert "a task failed outside its call" in caplog.text
 
 
 def test_threads_but_one_go_away_when_there_is_nothing_to_do(monkeypatch):
@@ -258,7 +258,7 @@ def test_also_if_there_is_no_thread_for_it(pool, monkeypatch, caplog):
     assert done == [threading.current_thread()]
     with caplog.at_level(logging.ERROR):
         pool.submit(lambda: 1 / 0)
-    assert "a task failed outside of its call" in caplog.text
+    assert "a task failed outside its call" in caplog.text
 
 
 def test_a_pool_that_has_fallen_silent_does_nothing_any_more(pool):

@@ -620,7 +620,7 @@ for other in range(size):
     assert rpc.rpc_async(f"worker{other}", torch.add, (large[:3], 1)).wait().sum() == 6
     assert rpc.remote(f"worker{other}", torch.ones, (2,)).to_here().sum() == 2
 network = current.current().agent.network
-print(sorted(address.rpartition(":")[0] for address in network._door.addresses))
+print(sorted(address.rpartition(":")[0] for address in network._acceptor.addresses))
 print({peer.info.name: peer.memory is not None for peer in network.members.peers()})
 rpc.shutdown()
 """

@@ -10,7 +10,7 @@ import pytest
 
 from lined_processes import PATIENCE, lined_process, said
 from telegrad import rpc
-from telegrad.rpc.connections.acceptor import Door
+from telegrad.rpc.connections.acceptor import Acceptor
 from telegrad.rpc.group import current
 from telegrad.rpc.group.rendezvous import Directory
 from telegrad.rpc.group.worker_info import WorkerInfo
@@ -143,7 +143,7 @@ def test_one_that_has_proved_itself_may_wait_for_longer_than_a_stranger():
         threads[-1].start()
 
     info = WorkerInfo("worker0", 0)
-    door = Door(info, me, secret, recognise, lambda *_: is_welcome.set(), spawn)
+    door = Acceptor(info, me, secret, recognise, lambda *_: is_welcome.set(), spawn)
     door.add(listener)
     door.open()
     connection = InprocTransport().connect(listener.address, PATIENCE)

@@ -1,8 +1,8 @@
-"""Where others connect to this worker: lets in whoever proves the cluster's secret.
+"""Accepts connections to this worker from peers that prove that they know the cluster's secret.
 
-A connection that has not proved itself yet is a stranger. It has a few seconds to do so, and there
-is room for some of them only, so whoever knocks and says nothing costs little and keeps no friend
-out.
+A new connection is *pending* until its handshake is done. It has a few seconds for that, and the
+number of pending connections is limited, so connections that stay silent cost little and cannot
+keep peers out.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from telegrad.rpc.group.worker_info import WorkerInfo
 from telegrad.transport.base import Connection, ConnectionClosed, Listener
 from telegrad.transport.handshake import Identity, Purpose, answer
 
-__all__ = ["Door"]
+__all__ = ["Acceptor"]
 
 _log = logging.getLogger("telegrad.rpc")
 
 _HANDSHAKE_SECONDS = 5.0
-_MOST_STRANGERS = 64
-_MOST_COMPLAINTS = 1000
+_MOST_PENDING = 64
+_MOST_WARNINGS = 1000
 
 
-class _Stranger(NamedTuple):
-    """A connection that has not proved itself yet."""
+class _Pending(NamedTuple):
+    """A connection whose handshake is not done yet."""
 
     connection: Connection
     since: float
 
 
-class Door:
+class Acceptor:
     """
     Args:
-        info, incarnation: this worker's; nobody who looks for another one is let in.
-        key: what others must prove that they know.
-        recognise: checks that an identity, proved already, belongs here; raises `ProtocolError`.
-            Whoever it keeps waiting is no stranger any more.
-        welcome: runs a connection that was let in, to its end.
-        spawn: starts a thread, by the name of its role.
+        info, incarnation: of this worker. A peer that expects another one is refused.
+        key: what peers must prove that they know.
+        recognise: checks that a proved identity belongs to the group; raises `ProtocolError`. It
+            may wait; the connection no longer counts as pending meanwhile.
+        serve: runs an accepted connection to its end.
+        spawn: starts a thread, named after its role.
     """
 
     def __init__(
@@ -52,22 +52,22 @@ class Door:
         incarnation: bytes,
         key: bytes,
         recognise: Callable[[Identity], None],
-        welcome: Callable[[Identity, Connection], None],
+        serve: Callable[[Identity, Connection], None],
         spawn: Callable[[str, Callable[[], None]], None],
     ) -> None:
         self._info = info
         self._incarnation = incarnation
         self._key = key
         self._recognise = recognise
-        self._welcome = welcome
+        self._serve = serve
         self._spawn = spawn
         self._listeners: list[Listener] = []
-        self._strangers: collections.deque[_Stranger] = collections.deque()
-        self._complaints: set[str] = set()
+        self._pending: collections.deque[_Pending] = collections.deque()
+        self._warned: set[str] = set()
         self._is_closing = False
 
     def add(self, listener: Listener) -> None:
-        """One more way in, once the door is open."""
+        """Listens there too, once it is open."""
         self._listeners.append(listener)
 
     @property
@@ -79,23 +79,23 @@ class Door:
             self._spawn("accept", partial(self._accept, listener))
 
     def tick(self, now: float) -> None:
-        """Sends those away that have not said who they are in time."""
-        for stranger in list(self._strangers):
-            if now - stranger.since > _HANDSHAKE_SECONDS:
-                self._dismiss(stranger)
+        """Closes connections whose handshake takes too long."""
+        for pending in list(self._pending):
+            if now - pending.since > _HANDSHAKE_SECONDS:
+                self._dismiss(pending)
 
     def close(self) -> None:
-        """Nobody else comes in, and whoever has not said who it is goes."""
+        """Accepts nothing more, and closes pending connections."""
         self._is_closing = True
         for listener in self._listeners:
             listener.close()
-        for stranger in list(self._strangers):
-            stranger.connection.interrupt()
+        for pending in list(self._pending):
+            pending.connection.interrupt()
 
-    def complain(self, text: str) -> None:
-        """Says it once: whoever knocks a thousand times must not fill the disk."""
-        if text not in self._complaints and len(self._complaints) < _MOST_COMPLAINTS:
-            self._complaints.add(text)
+    def warn_once(self, text: str) -> None:
+        """Logs a warning the first time: a thousand bad connections must not fill the disk."""
+        if text not in self._warned and len(self._warned) < _MOST_WARNINGS:
+            self._warned.add(text)
             _log.warning("%s: %s (said once)", self._info.name, text)
 
     def _accept(self, listener: Listener) -> None:
@@ -105,65 +105,65 @@ class Door:
             except ConnectionClosed as error:
                 if self._is_closing:
                     return
-                # Out of descriptors, say. The listener is still there: try again in a moment.
-                self.complain(f"a connection could not be accepted: {error}")
+                # Out of descriptors, for instance. The listener still works: try again soon.
+                self.warn_once(f"a connection could not be accepted: {error}")
                 time.sleep(0.05)
                 continue
-            stranger = _Stranger(connection, time.monotonic())
-            self._strangers.append(stranger)
-            if self._is_closing:  # asked when it can be seen there: nobody would dismiss it later
+            pending = _Pending(connection, time.monotonic())
+            self._pending.append(pending)
+            if self._is_closing:  # checked after it is listed, or else `close` could miss it
                 connection.close()
                 return
-            for silent in list(self._strangers)[:-_MOST_STRANGERS]:
-                # Whoever is silent longest goes: a crowd of strangers cannot shut friends out.
+            for silent in list(self._pending)[:-_MOST_PENDING]:
+                # The longest silent one is closed, so a crowd of them cannot keep peers out.
                 self._dismiss(silent)
             try:
-                self._spawn("lane", partial(self._admit, stranger))
-            except RuntimeError as error:  # no thread to be had
-                self.complain(f"a connection could not be served: {error}")
-                self._forget(stranger)
+                self._spawn("lane", partial(self._admit, pending))
+            except RuntimeError as error:  # the system has no thread left
+                self.warn_once(f"a connection could not be served: {error}")
+                self._forget(pending)
                 connection.close()
 
-    def _dismiss(self, stranger: _Stranger) -> None:
-        if self._forget(stranger):
-            self.complain("refused a connection: it did not say who it is")
-            stranger.connection.interrupt()
+    def _dismiss(self, pending: _Pending) -> None:
+        if self._forget(pending):
+            self.warn_once("refused a connection: it did not say who it is")
+            pending.connection.interrupt()
 
-    def _forget(self, stranger: _Stranger) -> bool:
-        """False if it is none any more: it has proved itself, or was dismissed, in this moment."""
+    def _forget(self, pending: _Pending) -> bool:
+        """False if it is no longer pending: it was identified or dismissed at this moment."""
         try:
-            self._strangers.remove(stranger)
+            self._pending.remove(pending)
         except ValueError:
             return False
         return True
 
-    def _admit(self, stranger: _Stranger) -> None:
-        connection = stranger.connection
+    def _admit(self, pending: _Pending) -> None:
+        connection = pending.connection
         identity: Identity | None = None
         try:
-            identity = self._identify(stranger)
+            identity = self._identify(pending)
         finally:
             if identity is None:
                 connection.close()
         if identity is not None:
-            self._welcome(identity, connection)
+            self._serve(identity, connection)
 
-    def _identify(self, stranger: _Stranger) -> Identity | None:
-        connection = stranger.connection
+    def _identify(self, pending: _Pending) -> Identity | None:
+        connection = pending.connection
         try:
             try:
-                # Ends in an identity or, at the latest, when the clock dismisses it.
+                # Ends with an identity or, at the latest, when the clock dismisses it.
                 identity = answer(connection, self._key, self._info.id, self._incarnation)
             finally:
-                self._forget(stranger)
+                self._forget(pending)
             if identity.purpose is Purpose.PROBE:
-                return None  # it knows now that this worker is alive
+                return None  # all it wanted to know is that this worker is alive
             self._recognise(identity)
             return identity
         except (AuthenticationError, ProtocolError) as error:
-            self.complain(f"refused a connection: {error}")
+            self.warn_once(f"refused a connection: {error}")
         except ConnectionClosed as error:
-            # One that said nothing just looked in: a port scan, or a check whether we are alive.
+            # One that sent nothing is a port scan, or a check whether this worker is alive.
             if connection.reads and not self._is_closing:
-                self.complain(f"refused a connection: it did not introduce itself ({error})")
+                self.warn_once(f"refused a connection: it did not introduce itself ({error})")
         return None

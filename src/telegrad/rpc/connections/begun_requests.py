@@ -1,12 +1,11 @@
-"""Which requests of another worker have begun here, so that none begins twice.
+"""Which requests of another worker have begun here, so that none runs twice.
 
-A worker whose lane breaks before the answer has come does not know how far its request got. It
-sends it again on another lane, marked and with the same number. A lane carries one request at a
-time: if the request has begun, it is the last that its lane has begun. So one number a lane is all
-there is to remember.
+If a lane breaks before the answer has come, the sender does not know whether its request has begun.
+It sends a copy on another lane, marked and with the same number. A lane carries one request at a
+time, so a request that has begun is the last one of its lane, and one number per lane is enough.
 
-The first copy may still lie unread in the socket of the broken lane while the second one is looked
-at. Both then claim the number, in one step of the interpreter, and the first to do so runs.
+The first copy may still be unread in the socket of the broken lane when the second one arrives.
+Each copy then claims the number, in one atomic step, and the first one to do so runs.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ _TELLING_SECONDS = 5.0
 
 
 class BegunRequests:
-    """Those of one worker. Threads may use it freely.
+    """The requests of one worker. Thread-safe.
 
     Attributes:
-        last: by lane, the number of the request that it has begun last.
-        resent: numbers of which a second copy has come.
-        loss_told: set when all have heard of the worker's latest loss; None if it has none. What
-            the worker does after its return must not be taken for what it did before: its requests
-            wait until then, and so do new connections to it.
+        last: lane → the number of the last request that began on it.
+        resent: numbers whose second copy has come.
+        loss_told: set when all watchers have handled the worker's latest loss; None if there was
+            none. Requests that the worker makes after its return, and new connections to it, wait
+            for this, so that they are not mixed up with earlier ones.
     """
 
     def __init__(self) -> None:
@@ -41,22 +40,21 @@ class BegunRequests:
         self._claims: dict[int, object] = {}  # by number, the lane whose copy runs
 
     def may_begin(self, lane: object, frame: Frame) -> bool:
-        """Whether a request is to be run that has come on a lane. `last` has it by now, and it is
-        a second copy, or one of its number has come."""
+        """Whether to run a request of which another copy exists. `last` must hold it already."""
         number = frame.call_id
         if not frame.flags & Flags.RESENT:
             return self._claims.setdefault(number, lane) is lane
         frame.flags &= ~Flags.RESENT
-        self.resent.add(number)  # before the look at the others: those look here after `last`
+        self.resent.add(number)  # before `last` is read: the others write `last` and then read this
         begun_on: object = None if number in self._ended else lane
         for other, last in list(self.last.items()):
             if last == number and other is not lane:
-                begun_on = other  # or about to: then it finds that it has the claim
+                begun_on = other  # or is about to begin, and will find that it has the claim
         return self._claims.setdefault(number, begun_on) is lane
 
     def wait_until_told(self) -> None:
-        """Ends when all have heard of the latest loss. They wait for no worker, so that is soon; at
-        the latest after some seconds, should one of them be stuck."""
+        """Ends when all watchers have handled the latest loss. They wait for no worker, so that is
+        soon; if one is stuck, after a few seconds."""
         told = self.loss_told
         if told is not None:
             told.wait(_TELLING_SECONDS)

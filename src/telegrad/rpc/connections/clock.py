@@ -1,7 +1,7 @@
-"""The agent's clock: one thread that wakes a few times a second and looks at what is due.
+"""The agent's clock: one thread that wakes every 20 ms and runs what is due.
 
-Deadlines of calls are looked at, not armed: arming a timer would cost each call a wake-up of
-another thread, and a call that fails a few hundredths of a second late is no worse for it.
+Deadlines of calls are checked at each tick instead of having timers: a timer would cost each call a
+thread wake-up, and a call may well fail a few hundredths of a second late.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Clock:
     def __init__(self, name: str, on_tick: Callable[[float], None]) -> None:
         self._on_tick = on_tick
         self._timers: list[tuple[float, int, _Timer]] = []
-        self._timers_lock = threading.RLock()  # a destructor or signal handler may come in between
+        self._timers_lock = threading.RLock()  # a destructor or signal handler may take it again
         self._order = itertools.count()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"{name}-clock", daemon=True)
@@ -71,5 +71,5 @@ class Clock:
     def _guarded(self, callback: Callable[[], None]) -> None:
         try:
             callback()
-        except Exception:  # noqa: BLE001 - one failing timer must not stop all others
+        except Exception:  # noqa: BLE001 - one failing timer must not stop the others
             _log.exception("a timer failed")

@@ -1,16 +1,15 @@
-"""A post whose sender waits for what comes back.
+"""A post whose sender waits for what the handler posts back.
 
-Often the handler of a post answers by posting to the sender: gradients go to a worker, which runs
-its part of the backward pass and sends gradients back. Two one-way messages then cost two receipts,
-and two thread wake-ups at the first sender: of the thread that gets the second message, and of the
-one that has been waiting for it. In a conversation the sender waits on the lane itself, and what
-the handler posts to it until it is done travels in the receipt.
+Gradients go to a worker, which runs its part of the backward pass and posts gradients back. As two
+separate posts that costs two receipts and two thread wake-ups at the first sender. In a
+conversation the sender waits on the lane itself, and what the handler posts to it travels in the
+receipt.
 
-The handler's side may end the conversation early, before it turns to something that has nothing to
-do with it: what it posts afterwards travels by itself. Large tensors always do.
+The handler may end the conversation early; what it posts afterwards travels separately, as large
+tensors always do.
 
-The sender's wait ends by the receipt, by the loss of the peer, or by an `Interruption`; then the
-receipt is read by another thread, so nothing that it carries is lost.
+The sender's wait ends with the receipt, with the loss of the peer, or with an `Interruption`. In
+that case another thread reads the receipt, so nothing in it is lost.
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ _PIECE = struct.Struct("<BI")
 
 
 class Interruption:
-    """Lets another thread end a wait on a descriptor. Costs nothing until somebody really waits."""
+    """Lets another thread end a wait on a descriptor. Costs nothing until a thread waits."""
 
     __slots__ = ("_descriptors", "_is_interrupted", "_lock", "_pollers")
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # guards what follows: a closed descriptor's number may be
-        # Somebody else's; there is one at most. A file object closes it also if Ctrl-C loses it.
+        self._lock = threading.RLock()  # guards what follows: a closed descriptor's number can be
+        # reused. At most one; a file object closes it also if Ctrl-C loses it.
         self._descriptors: list[io.FileIO] = []
         self._is_interrupted = False
-        self._pollers: dict[int, select.poll] = {}  # a pass mostly waits on the same few lanes
+        self._pollers: dict[int, select.poll] = {}  # by lane: a pass waits on few lanes, many times
 
     def interrupt(self) -> None:
         with self._lock:
@@ -67,7 +66,7 @@ class Interruption:
 
     def close(self) -> None:
         if not self._pollers:
-            return  # nobody has waited
+            return  # no thread has waited
         with self._lock:
             for file in self._descriptors:
                 file.close()
@@ -75,11 +74,11 @@ class Interruption:
 
 
 class Conversation:
-    """The handler's side: collects what is posted to the one who waits.
+    """The handler's side: collects what it posts to the sender that waits.
 
     Args:
         send: answers on the lane.
-        post: how a message that cannot go that way travels.
+        post: sends a message separately.
     """
 
     def __init__(
@@ -97,14 +96,14 @@ class Conversation:
         self._is_over = False
 
     def take(self, kind: Kind, encoded: Encoded) -> bool:
-        """Takes a message along, if it can."""
+        """Puts a message into the receipt; False if it has to travel separately."""
         if self._is_over or encoded.buffers:
             return False
         self._pieces.append((kind, encoded.payload))
         return True
 
     def end(self) -> None:
-        """Sends the receipt; nothing is taken along from now on."""
+        """Sends the receipt."""
         if self._is_over:
             return
         self._is_over = True
@@ -114,16 +113,16 @@ class Conversation:
         try:
             self._send(Kind.RECEIPT, 0, self._call_id, -1, -1, body)
         except (ConnectionClosed, TransportTimeout):
-            # The lane is broken, maybe the worker lives: its messages must not be lost with it.
+            # The lane broke, but the worker may be alive: the messages must not be lost.
             for kind, payload in self._pieces:
                 try:
                     self._post(kind, payload)
                 except WorkerLost:
-                    return  # told to all who watch
+                    return  # the watchers are told
 
 
 def messages_in(receipt: Frame) -> list[tuple[Kind, memoryview]]:
-    """What a receipt has brought along."""
+    """The messages in a receipt."""
     body = memoryview(receipt.body)
     messages: list[tuple[Kind, memoryview]] = []
     position = 0

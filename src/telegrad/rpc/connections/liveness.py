@@ -12,10 +12,10 @@
 The rules it lives by:
 
 - A loss is declared once, however many connections tell of it, and again only after a return.
-- Silence counts only while somebody listens. If time has passed without a look at it, because this
-  process was stopped or its interpreter was held, then what the peer said meanwhile waits unread:
-  such a gap is no silence of the peer's.
-- A worker that never was connected to is not watched: nobody depends on it yet.
+- A peer counts as silent only while this process was able to read from it. If this process was
+  stopped, or its interpreter was held, what the peer sent meanwhile is still unread; such a gap
+  does not count.
+- A worker that was never connected to is not watched: nothing depends on it yet.
 """
 
 from __future__ import annotations
@@ -45,41 +45,41 @@ class State(Enum):
 
 @dataclass(frozen=True)
 class Connected:
-    """A connection stands, in either direction: it is there, or there again."""
+    """A connection was made, in either direction."""
 
 
 @dataclass(frozen=True)
 class Heard:
-    """Something came from it."""
+    """The worker sent something."""
 
 
 @dataclass(frozen=True)
 class TimePassed:
-    """A look at the clock."""
+    """The clock ticked."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A connection broke, the worker said goodbye, or another one has taken its place."""
+    """A connection broke, the worker said goodbye, or another one took its place."""
 
     reason: str
     is_break: bool = False
-    """Its connection broke. If nothing had come for a while, that says no more than the silence:
-    the network gives a connection up about when the heartbeat does."""
+    """Its connection broke. After a silence that proves no more than the silence itself: the
+    network gives up a connection at about the time when the heartbeat does."""
 
 
 @dataclass(frozen=True)
 class SendPing:
-    """Ask for a sign of life."""
+    """Ask the worker for a sign of life."""
 
 
 @dataclass(frozen=True)
 class DeclareLost:
-    """End what waits for it, and tell whoever watches."""
+    """End every wait for the worker, and tell the watchers."""
 
     reason: str
     by_silence: bool = False
-    """Whether only its silence speaks for it: the worker may still live."""
+    """Only its silence says so: the worker may still be alive."""
 
 
 Event = Connected | Heard | TimePassed | Ended
@@ -91,7 +91,7 @@ class Liveness:
     Args:
         interval: seconds between pings.
         timeout: seconds of silence that mean a loss.
-        now: the time of its making; every event comes with its time.
+        now: the current time; each event comes with its own.
     """
 
     def __init__(self, interval: float, timeout: float, now: float) -> None:
@@ -107,7 +107,7 @@ class Liveness:
         return self._reason
 
     def is_quiet(self, now: float) -> bool:
-        """Whether nothing has come for half of the time that means a loss."""
+        """Whether the silence has lasted for half of the time that means a loss."""
         return self.state is State.PRESENT and now - self._heard_at > self._timeout / 2
 
     def handle(self, event: Event, now: float) -> list[Effect]:

@@ -16,7 +16,7 @@ from functools import partial
 
 from telegrad.errors import AuthenticationError, ProtocolError, TelegradError, WorkerLost
 from telegrad.rpc.calls.quick_functions import QuickFunctions
-from telegrad.rpc.connections.acceptor import Door
+from telegrad.rpc.connections.acceptor import Acceptor
 from telegrad.rpc.connections.clock import Clock
 from telegrad.rpc.connections.lane_server import Serve, serve_lane
 from telegrad.rpc.connections.liveness import DeclareLost
@@ -93,7 +93,9 @@ class Network:
         self._loss_watchers: list[Callable[[int, str], None]] = []
         self.given_up: dict[int, str] = {}
         """Workers that were lost by their silence, ever, and how long it was."""
-        self._door = Door(info, incarnation, key, self._recognise, self._welcome, self._spawn)
+        self._acceptor = Acceptor(
+            info, incarnation, key, self._recognise, self._welcome, self._spawn
+        )
         self._transports: dict[str, Transport] = {}
         self._threads: set[threading.Thread] = set()
         self._threads_lock = threading.RLock()  # guards the set above
@@ -133,19 +135,19 @@ class Network:
             for scheme, transport in self._transports.items():
                 self._transports[scheme] = options.wrap_transport(transport)
         for transport in self._transports.values():
-            self._door.add(transport.listen())
+            self._acceptor.add(transport.listen())
         return Record(
             name=self.info.name,
             id=self.info.id,
             incarnation=self.incarnation.hex(),
             host=self._host,
-            addresses=self._door.addresses,
+            addresses=self._acceptor.addresses,
         )
 
     def start(self) -> None:
         self.work.start()
         self.calls.start()
-        self._door.open()
+        self._acceptor.open()
         self.clock.start()
 
     def admit_members(self) -> None:
@@ -302,7 +304,7 @@ class Network:
                 peer.adopt(self._new_multiplex(peer, connection), is_second=is_second)
             except ConnectionClosed as error:
                 peer.remove(connection)
-                self._door.complain(f"a connection could not be served: {error}")
+                self._acceptor.warn_once(f"a connection could not be served: {error}")
         else:
             self._serve_lane(peer, connection)
 
@@ -321,7 +323,7 @@ class Network:
         except (ConnectionClosed, TransportTimeout):
             pass  # the caller gave up on it, left or died; the multiplex knows which
         except ProtocolError as error:
-            self._door.complain(f"worker {peer.info.name!r} broke the protocol: {error}")
+            self._acceptor.warn_once(f"worker {peer.info.name!r} broke the protocol: {error}")
         finally:
             peer.remove(lane)
             lane.close()
@@ -412,7 +414,7 @@ class Network:
         senders = sum(peer.waiting_senders for peer in self.members.peers())
         self.work.tick(senders)
         self.calls.tick(senders)
-        self._door.tick(now)
+        self._acceptor.tick(now)
         trims = now - self._trimmed_at > _TRIM_SECONDS
         for peer in self.members.peers():
             if peer.tick(now):
@@ -450,7 +452,7 @@ class Network:
         self._is_closing = True
         self._knows_group.set()
         self._is_over.set()
-        self._door.close()
+        self._acceptor.close()
         self.clock.stop()
         goodbye_until = time.monotonic() + _GOODBYE_SECONDS
         peers = self.members.peers()

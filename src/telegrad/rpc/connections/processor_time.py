@@ -1,8 +1,7 @@
-"""Whether a silent process of this host is computing.
+"""Tells a silent process of this host that computes from one that hangs.
 
-A long operation in C that keeps the interpreter lock, such as `sum(range(10**9))`, keeps a worker
-from answering. It is alive all the same, and uses processor time; one that is stopped or waits for
-nothing uses none.
+A worker cannot answer during a long operation in C that keeps the interpreter lock, such as
+`sum(range(10**9))`. It is alive, and uses processor time; a stopped process uses none.
 """
 
 from __future__ import annotations
@@ -11,14 +10,14 @@ import os
 
 __all__ = ["ProcessorTime"]
 
-_BUSY = 0.02  # seconds of processor time in a second: others may want the processors, too
+_BUSY = 0.02  # seconds of processor time per second: it may share the processors
 
 
 class ProcessorTime:
-    """Looks at one process now and then.
+    """Samples one process.
 
     Args:
-        timeout: seconds of silence that mean a loss; it is to be known several times in them.
+        timeout: seconds of silence that mean a loss; several samples are taken in that time.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -27,8 +26,8 @@ class ProcessorTime:
         self._used = -1.0  # then
 
     def has_grown(self, process: int, now: float) -> bool:
-        """Whether the process has used much processor time since a moment ago; False if that cannot
-        be known, or not yet."""
+        """Whether the process has used much processor time since the last sample; False if that is
+        not known."""
         if now - self._since < self._window:
             return False
         used = _processor_seconds(process)
@@ -39,7 +38,7 @@ class ProcessorTime:
 
 
 def _processor_seconds(process: int) -> float:
-    """All that a process has ever used; -1 if there is no such process here."""
+    """The processor time that a process has used in all; -1 if there is no such process here."""
     if not process:
         return -1.0
     try:

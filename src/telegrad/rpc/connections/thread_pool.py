@@ -1,30 +1,26 @@
-"""Threads that run asynchronous calls, and what has to be done aside.
+"""Thread pools for asynchronous calls and for internal work.
 
-**How many.** A pool starts up to `usual_size` threads as tasks come. Beyond that it grows only when
-it does not move: tasks wait, for a fifth of a second none has begun, and the process computes
-little. Then all its threads are taken to be blocked in a program's own code (asleep, reading a
-file, waiting for a lock), and more are started, up to `most`. Tasks beyond that wait in the queue.
-But one of them may be what the others wait for, an event that is set by a later call, say; no count
-of threads can tell. So a pool that has stood still for two seconds at its limit gets one more
-thread, with a warning in the log: nothing deadlocks, and nobody gets a thread for each call.
+**Size.** A pool starts up to `usual_size` threads as tasks come. It grows beyond that only when it
+stands still: tasks wait, none has begun for a fifth of a second, and the process computes little.
+Then its threads are assumed to be blocked in a program's own code (asleep, reading a file, waiting
+for a lock), and more are started, up to `most`. Further tasks wait in the queue. One of them may be
+what the others wait for, such as a call that sets an event. So a pool that has stood still at its
+limit for two seconds gets one more thread, and the log a warning: nothing deadlocks, and the number
+of threads does not grow with the number of calls.
 
-**Nested calls** wait for each other at any depth, and a limit on all threads together would
-deadlock them. So a call travels with its depth: 0 if a thread of the program has made it, else one
-more than that of the call that made it; and `CallPools` has a pool for each depth. A call waits
-only for deeper ones, and those have threads of their own. The last pool, for all depths from
-`DEEPEST` on, has no limit. Synchronous calls need no pool: each has a lane, with a thread at its
-other end.
+**Nested calls** wait for each other at any depth, so one limit for all threads would deadlock them.
+A call carries its depth: 0 if a thread of the program made it, else one more than the depth of the
+call that made it. `CallPools` has a pool for each depth, so a call waits only for deeper ones,
+which have threads of their own. The last pool, for all depths from `DEEPEST` on, has no limit.
+Synchronous calls need no pool: each has a lane, with a thread at its other end.
 
-**Messages of our own** (signs of life, the bookkeeping of references, the ends of calls) have a
-pool apart, without a limit, so that they do not wait behind calls.
+**Internal messages** (signs of life, reference counting, ends of calls) have a pool of their own,
+without a limit, so that they do not wait behind calls.
 
-Threads go away again when they have nothing to do, but for one. If the system gives no thread, a
-task waits for those that there are, and each tick tries again: whoever submits it has done its
-part, and must not fail for that. The one that stays sees to it that a task does not wait for a
-thread while there is nothing else to do.
+Idle threads end, except for one. If the system has no thread left, a task waits for the existing
+threads, and each tick tries again.
 
-A task that comes when the pool is closed has a thread of its own: it may be what ends a wait, of a
-call for which a connection was just being opened, say.
+A task that is submitted to a closed pool gets a thread of its own: another thread may wait for it.
 """
 
 from __future__ import annotations
@@ -45,26 +41,24 @@ _log = logging.getLogger("telegrad.rpc")
 
 _IDLE_SECONDS = 5.0
 _GROWTH = 16  # threads started at once, at most
-_STILL_TICKS = (
-    10  # ticks of the clock without a task begun, after which all are taken to be blocked
-)
+_STILL_TICKS = 10  # ticks without a task begun, after which all threads count as blocked
 _STUCK_TICKS = 100  # the same for a pool at its limit
-_BUSY = 0.5  # seconds of processor time in a second, with which a process is not blocked
+_BUSY = 0.5  # seconds of processor time per second, above which a process is not blocked
 DEEPEST = 15
-"""The last depth of calls that is told apart."""
+"""The greatest depth that is distinguished."""
 _FIRST_PAUSE, _LAST_PAUSE = 0.0002, 0.005  # seconds
 
 Task = Callable[[], None]
 
 
 class WorkPool:
-    """Runs tasks in the order they came, as many at a time as there are threads.
+    """Runs tasks in the order they are submitted.
 
     Args:
         name: prefix of the threads' names.
         usual_size: how many threads are started before tasks wait.
         on_thread_start: runs first in each thread.
-        most: how many threads there may be, unless all of them are stuck.
+        most: the limit on threads, unless all of them are stuck.
     """
 
     def __init__(
@@ -75,7 +69,7 @@ class WorkPool:
         self._most = most
         self._on_thread_start = on_thread_start
         self._queue: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
-        # Guards the counts and the set below. A destructor that makes a call may come in between.
+        # Guards the counts and the set below. A destructor that makes a call may take it again.
         self._counts_lock = threading.RLock()
         self._waiting = 0  # threads without a task
         self._backlog = 0  # tasks without a thread
@@ -85,15 +79,15 @@ class WorkPool:
         self._still_since = 0.0, 0.0  # by the clock, and in processor time
         self._threads: set[threading.Thread] = set()
         self._is_closed = False
-        self._is_silent = False  # closed, and leaves undone what comes
-        self._is_starved = False  # no thread could be started when it was last tried
+        self._is_silent = False  # closed, and drops new tasks
+        self._is_starved = False  # the last attempt to start a thread failed
         leave_at_fork(self)
 
     def start(self) -> None:
-        """Starts the thread that stays.
+        """Starts the thread that never ends while the pool is open.
 
         Raises:
-            RuntimeError: the system gives none.
+            RuntimeError: the system has no thread left.
         """
         if not self._start_thread():
             raise RuntimeError(f"{self._name}: no thread can be started that runs calls")
@@ -103,7 +97,7 @@ class WorkPool:
             is_late = self._is_closed
             if not is_late:
                 self._backlog += 1
-                self._queue.put(task)  # in here: before those that end the threads
+                self._queue.put(task)  # under the lock: before the entries that end the threads
             wants_thread = self._backlog > self._waiting and len(self._threads) < self._usual_size
         if is_late:
             if not self._is_silent:
@@ -118,7 +112,7 @@ class WorkPool:
 
         try:
             threading.Thread(target=run, name=f"{self._name}-late-call", daemon=True).start()
-        except RuntimeError:  # no thread to be had, nor to be waited for
+        except RuntimeError:  # the system has no thread left, and this task cannot wait
             _run_guarded(task)
 
     @property
@@ -135,8 +129,8 @@ class WorkPool:
         """Starts more threads if tasks wait and nothing moves.
 
         Args:
-            senders: threads of the process that wait for a peer to take their answers. Where these
-                are many, more threads would do no more than wait with them.
+            senders: threads of the process that wait for a peer to read their answers. If these
+                are many, more threads would only wait with them.
         """
         with self._counts_lock:
             is_still = self._backlog > self._waiting and self._started == self._started_at_last_tick
@@ -148,7 +142,7 @@ class WorkPool:
             room = self._most - len(self._threads)
             growth = 0
             if is_still and len(self._threads) < self._usual_size:
-                growth = 1  # the system had none to give
+                growth = 1  # the system had no thread left
             elif room <= 0 and self._still_ticks >= _STUCK_TICKS:
                 growth = 1
             elif self._still_ticks >= _STUCK_TICKS or (
@@ -168,7 +162,7 @@ class WorkPool:
         self._start_threads(growth)
 
     def _is_computing(self) -> bool:
-        """Whether it looks still because the processors are busy: more threads do not help then."""
+        """Whether it stands still because the processors are busy: more threads would not help."""
         since, used = self._still_since
         return time.process_time() - used > _BUSY * (time.monotonic() - since)
 
@@ -178,8 +172,8 @@ class WorkPool:
                 break
 
     def drain(self, timeout: float) -> None:
-        """Waits until each task has a thread, `timeout` seconds at most. Others may wait for what
-        one of them does, and no clock ticks any more where this is asked."""
+        """Waits until each task has a thread, `timeout` seconds at most. It replaces the clock,
+        which has stopped by then, in starting threads."""
         deadline = time.monotonic() + timeout
         pause = _FIRST_PAUSE
         while self._backlog and time.monotonic() < deadline:
@@ -190,7 +184,7 @@ class WorkPool:
                 self._start_threads(min(self._backlog, _GROWTH))
 
     def close(self, timeout: float) -> None:
-        """Ends the threads; those still in user code after `timeout` seconds are left behind."""
+        """Ends the threads. Those still in user code after `timeout` seconds are left running."""
         with self._counts_lock:
             self._is_closed = True
             threads = set(self._threads)
@@ -203,13 +197,13 @@ class WorkPool:
                 _log.warning("a call is still running on %s while its worker ends", thread.name)
 
     def fall_silent(self, timeout: float) -> None:
-        """Closes, and leaves undone what comes later: the interpreter is about to end."""
+        """Closes, and drops later tasks: the interpreter is about to end."""
         self._is_silent = True
         self.close(timeout)
 
     def leave_to_parent(self) -> None:
-        """In a forked child: the tasks are the parent's. The one that has forked may be a thread of
-        this pool, and ends with its task."""
+        """In a forked child, the tasks belong to the parent. The thread that forked may belong to
+        this pool; it ends with its task."""
         self._counts_lock = threading.RLock()
         self._is_closed = self._is_silent = True
         self._queue = queue.SimpleQueue()
@@ -228,7 +222,7 @@ class WorkPool:
                 is_news, self._is_starved = not self._is_starved, True
                 reason = str(error)
             else:
-                self._threads.add(thread)  # it waits for the lock before it takes itself out
+                self._threads.add(thread)  # its end waits for the lock
                 self._is_starved = False
                 return True
         if is_news:
@@ -246,7 +240,7 @@ class WorkPool:
                 except queue.Empty:
                     with self._counts_lock:
                         self._waiting -= 1
-                        # One may have been queued in between: then somebody must stay for it.
+                        # A task may have been queued at this moment: then a thread must stay.
                         is_needed = self._backlog and len(self._threads) <= self._usual_size
                         if not is_needed and len(self._threads) > 1:
                             self._threads.discard(threading.current_thread())
@@ -259,14 +253,14 @@ class WorkPool:
                     self._backlog -= 1
                     self._started += 1
                 _run_guarded(task)
-                del task  # its arguments must not live until the next one comes
+                del task  # its arguments must not live until the next task comes
         finally:
             with self._counts_lock:
                 self._threads.discard(threading.current_thread())
 
 
 class CallPools:
-    """A pool for each depth of calls, made at first use.
+    """A pool for each depth of calls, created at first use.
 
     Args:
         name, usual_size, on_thread_start, most: see `WorkPool`.
@@ -323,5 +317,5 @@ class CallPools:
 def _run_guarded(task: Task) -> None:
     try:
         task()
-    except Exception:  # noqa: BLE001 - tasks answer for themselves; this is a bug trap
-        _log.exception("a task failed outside of its call")
+    except Exception:  # noqa: BLE001 - tasks handle their own errors; this would be a bug
+        _log.exception("a task failed outside its call")
