@@ -1,20 +1,19 @@
 """One connection that carries many calls at a time, in both directions.
 
-A reader thread takes frames off it. A reply completes its future right there, and a request for a
-function that is known to be quick is run right there: that is one thread wake-up less than passing
-it on. But completing a future runs the callbacks that a program has chained to it, and one of them,
-or a function that was quick so far, may wait for something that comes on this very connection. So
-reading is a role, not a thread: when the clock finds the reader stuck, it starts a new reader, and
-the old one leaves once it returns. The same undoes two readers that wait for each other with their
-replies because both sockets are full.
+A reader thread reads frames. It completes the future of a reply itself, and runs requests for
+functions that are known to be quick itself, which saves a thread wake-up. But a callback of a
+future, or a function that was quick so far, may wait for something that arrives on this connection.
+So reading is a role, not a thread: when the clock finds the reader stuck, it starts a new reader,
+and the old one ends when it returns. This also resolves two readers that wait for each other
+because both sockets are full.
 
-A call that fails because its time is over or its worker is lost is settled on a thread of the pool:
-its callbacks must neither stop the clock nor wait here for another call that has yet to fail.
+A call that times out, or whose worker is lost, is settled on a thread of the pool: its callbacks
+must neither stop the clock nor wait here for another call that has yet to fail.
 
-Whoever sends does not wait for the socket: what does not fit at once is left to a thread that
-writes the rest. So Ctrl-C never tears a message in two, a call's deadline also ends the wait for a
-peer that does not read, and signs of life never block. A destructor or a signal handler may run
-while its thread is sending here, and send something itself: that is left to the send it interrupts.
+A sender does not wait for the socket: a thread writes what does not fit at once. So Ctrl-C never
+tears a message in two, a call's deadline also ends the wait for a peer that does not read, and
+signs of life never block. A destructor or a signal handler may interrupt a send and send something
+itself; that is queued for the interrupted send.
 """
 
 from __future__ import annotations
@@ -40,9 +39,8 @@ _LEAVE_SECONDS = 1.0
 
 
 class PendingCall:
-    """A call that was sent and waits for its reply. Whoever removes it from the table settles it.
-
-    Subclasses say what a reply and an error mean.
+    """A call that was sent and waits for its reply. The thread that removes it from the table
+    settles it. Subclasses say what a reply and an error mean.
     """
 
     __slots__ = ("deadline",)
@@ -65,8 +63,7 @@ class PendingCall:
 class Multiplex:
     """
     Args:
-        on_request: gets each frame that is no reply, or one that nobody awaits any more; must not
-            block.
+        on_request: gets each frame that is not an expected reply; must not block.
         on_closed: called once with the reason when the connection has ended.
         defer: runs something soon, on another thread.
     """
@@ -91,7 +88,7 @@ class Multiplex:
         self._left: collections.deque[tuple[Any, ...]] = collections.deque()  # by destructors
         self._rest_is_sent: threading.Event | None = None  # while a thread sends the rest
         self.senders: set[int] = set()
-        """Threads that wait until there is room in the socket."""
+        """Threads that wait for room in the socket."""
         self._pending: dict[int, PendingCall] = {}
         self._next_deadline = float("inf")
         self._deadline_lock = threading.RLock()  # guards changes of the one above
@@ -126,8 +123,8 @@ class Multiplex:
             raise ConnectionClosed(f"nothing can read it: {error}") from None
 
     def _take_leave(self) -> None:
-        """Waits, a second at most, until the other end has ended all that it has with this one: it
-        would do so when it notices, and end the next connection as well."""
+        """Waits, a second at most, until the other end has ended its side: if it noticed later, it
+        would end the next connection too."""
         with contextlib.suppress(ConnectionClosed, TransportTimeout, ProtocolError, OSError):
             self.say_goodbye(_LEAVE_SECONDS)
             self._connection.receive()  # it answers by closing
@@ -150,8 +147,8 @@ class Multiplex:
 
         Args:
             until: a time of `time.monotonic`.
-            begun: gets an item when the message begins to leave. So whoever is interrupted, by
-                Ctrl-C say, knows whether it does.
+            begun: gets an item when the message begins to leave, so that a caller that Ctrl-C
+                interrupts knows whether it did.
 
         Raises:
             TransportTimeout: nothing of it has left by `until`.
@@ -163,7 +160,7 @@ class Multiplex:
             self._left.append((*message[:5], [b"".join(body)], copies))
             return
         while True:
-            with self._send_lock:  # nobody waits for the socket in here
+            with self._send_lock:  # no thread waits for the socket in here
                 sending = self._rest_is_sent
                 if sending is None:
                     self._send_now(message, begun)
@@ -177,7 +174,7 @@ class Multiplex:
             self._wait_for(sending, until)
 
     def _wait_for(self, sending: threading.Event, until: float) -> bool:
-        """Ends when there is room in the socket, by the connection's end, or at `until`."""
+        """Waits for room in the socket. Ends with that, with the connection, or at `until`."""
         self.senders.add(threading.get_ident())
         try:
             return sending.wait(_seconds_until(until))
@@ -203,14 +200,14 @@ class Multiplex:
             threading.Thread(
                 target=self._send_rest, args=(done,), name=f"{self._name}-writer", daemon=True
             ).start()
-        except RuntimeError:  # no thread to be had: then this one waits for the socket
+        except RuntimeError:  # the system has no thread left: this one waits for the socket
             self._send_rest(done)
 
     def _send_rest(self, done: threading.Event) -> None:
         try:
             self._connection.send_rest()  # ends when it is sent, or by the connection's end
         except (ConnectionClosed, TransportTimeout):
-            pass  # the reader sees the end as well, and tells
+            pass  # the reader notices the end too
         finally:
             with self._send_lock:
                 self._rest_is_sent = None
@@ -219,7 +216,7 @@ class Multiplex:
             self._send_left()
 
     def _send_left(self) -> None:
-        """Sends what destructors and signal handlers have left, unless somebody else will."""
+        """Sends what destructors and signal handlers have queued, unless another thread will."""
         while self._left and not is_held_here(self._send_lock):
             with self._send_lock:
                 if self._rest_is_sent is not None:
@@ -230,12 +227,12 @@ class Multiplex:
                 except IndexError:
                     return  # a signal handler was faster
                 except ConnectionClosed:
-                    self._left.clear()  # those who wait for an answer hear of the end
+                    self._left.clear()  # waits for answers end with the connection
                     return
 
     def send_if_free(self, kind: Kind) -> None:
-        """Sends a sign of life, unless something else is just being sent: that is one as well. Does
-        not wait."""
+        """Sends a sign of life, unless something else is being sent: that is one too. Does not
+        wait."""
         if is_held_here(self._send_lock):
             return
         is_held: list[bool] = []
@@ -249,12 +246,12 @@ class Multiplex:
                 self._send_lock.release()
 
     def say_goodbye(self, seconds: float) -> None:
-        """Tells the other end that this one leaves, if it takes that within `seconds`: it may have
-        stopped in the middle of a large message, and nobody watches it any more."""
+        """Tells the other end that this one leaves. Gives up after `seconds`: the other end may
+        have stopped in the middle of a large message."""
         try:
             self.send(Kind.GOODBYE, until=time.monotonic() + seconds)
         except (ConnectionClosed, TransportTimeout, OSError):
-            pass  # it is gone already, or does not listen
+            pass  # it is gone, or does not read
 
     def expect(self, call_id: int, call: PendingCall) -> None:
         """Registers a call before its request is sent."""
@@ -265,7 +262,7 @@ class Multiplex:
             raise ConnectionClosed("the connection is closed")
 
     def forget(self, call_id: int) -> bool:
-        """Takes a call back; False if somebody else settles it."""
+        """Takes a call back; False if another thread settles it."""
         return self._pending.pop(call_id, None) is not None
 
     @property
@@ -278,7 +275,7 @@ class Multiplex:
 
     @property
     def reads(self) -> int:
-        """Grows whenever something has come."""
+        """Grows with each read from the socket."""
         return self._connection.reads
 
     @property
@@ -286,7 +283,7 @@ class Multiplex:
         return self._connection.peer_process
 
     def tick(self, now: float) -> None:
-        """Expires calls whose time is over, and replaces a reader that is stuck."""
+        """Expires calls, and replaces a reader that is stuck."""
         if self._connection.reads != self._reads_seen:
             self._reads_seen = self._connection.reads
             self.heard_at = now
@@ -301,10 +298,10 @@ class Multiplex:
             try:
                 self._start_reader(instead_of_one_busy_since=busy)
             except RuntimeError:
-                pass  # no thread to be had: the next tick tries again
+                pass  # the system has no thread left: the next tick tries again
 
     def _look_after_rest(self) -> None:
-        """Ctrl-C may have come just before a thread was started for it."""
+        """Starts the thread that writes the rest, if Ctrl-C prevented that."""
         with self._send_lock:
             if self._connection.has_rest and self._rest_is_sent is None:
                 self._start_sending_rest()
@@ -320,7 +317,7 @@ class Multiplex:
         self._lower_next_deadline(earliest)
 
     def _lower_next_deadline(self, deadline: float) -> None:
-        # The clock and callers do so, and none may undo what another has done.
+        # The clock and callers do so; none may undo the change of another.
         with self._deadline_lock:
             self._next_deadline = min(self._next_deadline, deadline)
 
@@ -328,8 +325,8 @@ class Multiplex:
         self._connection.interrupt()
 
     def give_up(self, reason: str) -> None:
-        """Fails all calls that wait here, though the reader may be in a callback of a program, and
-        wait there for one of them; no more are accepted."""
+        """Fails all calls that wait here and accepts no more. The reader cannot do so: it may be in
+        a callback of a program that waits for one of them."""
         self._is_closed = True
         self._fail_pending(reason)
 
@@ -344,7 +341,7 @@ class Multiplex:
         thread = threading.Thread(target=self._read, name=f"{self._name}-reader", daemon=True)
         with self._reader_lock:
             if self._busy_since != instead_of_one_busy_since:
-                return  # it has come free in this moment, and reads on
+                return  # it came free just now, and reads on
             former = self._reader
             self._busy_since = 0.0
             self._reader = thread
@@ -372,7 +369,7 @@ class Multiplex:
                     self._busy_since = 0.0
         except (ConnectionClosed, TransportTimeout) as closed:
             reason = str(closed)
-        except Exception as error:  # noqa: BLE001 - the stream is broken: nothing on it can be trusted
+        except Exception as error:  # noqa: BLE001 - the stream is broken and cannot be trusted
             reason = f"{type(error).__name__}: {error}"
         finally:
             self._readers.discard(me)
@@ -384,7 +381,7 @@ class Multiplex:
             call = self._pending.pop(frame.call_id, None)
             if call is not None:
                 call.succeed(frame)
-            else:  # it came too late, and may hold references, which must end
+            else:  # it came too late; references in it must end
                 self._on_request(self, frame)
         elif kind is not Kind.PONG:
             self._on_request(self, frame)

@@ -1,7 +1,7 @@
-"""The connections between this worker and those around it, and who of them is alive.
+"""The connections between this worker and the others.
 
-Listens at its `door`, connects to others at first use, and tells its watchers of every loss. What
-messages mean is not its business: it hands each one to `serve`, with the sender's id and a function
+It listens (`acceptor`), connects to other workers at first use, and tells its watchers of every
+loss. It does not know what messages mean: each goes to `serve`, with the sender's id and a function
 that answers on the connection it came from.
 """
 
@@ -39,27 +39,27 @@ __all__ = ["Network", "Send"]
 
 _log = logging.getLogger("telegrad.rpc")
 
-# Seconds. Calls whose time is shorter would else never get a connection.
+# Seconds. Otherwise calls with a shorter timeout would never get a connection.
 _LEAST_TO_CONNECT = 1.0
 _FAILURES_TO_CONNECT = (ConnectionClosed, TransportTimeout, AuthenticationError, ProtocolError)
 
 Send = Callable[..., None]
-"""`Connection.send`, of the connection that a message came on."""
+"""`Connection.send` of the connection that a message came on."""
 
 _OWN_THREADS = 4  # for messages other than calls
-_MOST_THREADS = 64  # for calls of one depth that block, or four times the usual number
+_MOST_THREADS = 64  # for blocked calls of one depth; or four times the usual number
 _TRIM_SECONDS = 1.0
 _CALLS = frozenset((Kind.CALL, Kind.REMOTE, Kind.PLAIN_CALL))
 _HAS_LEFT = "it has shut down"
-_GOODBYE_SECONDS = 1.0  # for peers that do not take it at once; for all of them together
+_GOODBYE_SECONDS = 1.0  # for all peers together
 
 
 class Network:
     """
     Args:
-        serve: runs a message that came from worker `source`, on a thread that it may block.
-        function_in: the name of the function that a message calls, or nothing.
-        on_thread_start: runs first in each thread made here.
+        serve: runs a message from worker `source`. It may block its thread.
+        function_in: the name of the function that a message calls, or empty.
+        on_thread_start: runs first in each thread that is started here.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Network:
         self.members = Members(info, directory, self._new_peer)
         self._loss_watchers: list[Callable[[int, str], None]] = []
         self.given_up: dict[int, str] = {}
-        """Workers that were lost by their silence, ever, and how long it was."""
+        """Worker → why it was lost, for those that were lost because of their silence."""
         self._acceptor = Acceptor(
             info, incarnation, key, self._recognise, self._welcome, self._spawn
         )
@@ -151,9 +151,9 @@ class Network:
         self.clock.start()
 
     def admit_members(self) -> None:
-        """All that are there are known: they are served from now on.
+        """All members are known: peers are served from now on.
 
-        Whoever was faster with the same may have connected before, and waits: what it calls could
+        A peer that started faster may have connected before. It waits, because what it calls could
         look for members that are not known here yet.
         """
         self._knows_group.set()
@@ -216,7 +216,7 @@ class Network:
             if connection is not None:
                 peer.remove(connection)
                 connection.close()
-            if isinstance(error, OSError):  # there is no descriptor or memory for it here
+            if isinstance(error, OSError):  # this process has no descriptor or memory left
                 raise TelegradError(
                     f"worker {peer.info.name!r} cannot be connected to from here: {error}"
                 ) from None
@@ -232,7 +232,7 @@ class Network:
 
     def _address_of(self, peer: Peer) -> str:
         record = self.members.record_of(peer.info.id)
-        if record is None:  # in this moment
+        if record is None:  # it left just now
             raise has_left(peer.info.name)
         for address in record.addresses:
             scheme = address.partition(":")[0]
@@ -247,14 +247,14 @@ class Network:
         )
 
     def address_of(self, worker_id: int) -> str:
-        """Where connections to another worker go."""
+        """The address of another worker."""
         return self._address_of(self.members.peer(worker_id))
 
     def answers(self, record: Record) -> bool:
-        """Whether the worker of a record is alive: it proves it at one of its addresses.
+        """Whether the worker of a record is alive, by connecting to its addresses.
 
-        A Unix socket with its name is enough. The name is random, and the system gives it up when
-        the process ends. A TCP port may be another program's by now.
+        For a Unix socket that is enough: its name is random, and it ends with the process. A TCP
+        port may belong to another program by now, so there the worker has to prove itself.
         """
         identity = Identity(
             self.info.id,
@@ -285,10 +285,10 @@ class Network:
             return True
         return False
 
-    # -- being connected to
+    # -- accepting connections
 
     def _welcome(self, identity: Identity, connection: Connection) -> None:
-        """Runs a connection that another worker opened to this one, to its end."""
+        """Runs a connection that another worker has opened, to its end."""
         peer = self.members.known_peer(identity.worker_id)
         if peer is None:
             connection.close()
@@ -297,7 +297,7 @@ class Network:
             peer.reopened()
         peer.add(connection)
         if self._is_closing:
-            connection.interrupt()  # too late: nobody else would end it any more
+            connection.interrupt()  # `close` may have missed it
         if identity.purpose in (Purpose.MULTIPLEX, Purpose.SECOND_MULTIPLEX):
             is_second = identity.purpose is Purpose.SECOND_MULTIPLEX
             try:
@@ -309,7 +309,7 @@ class Network:
             self._serve_lane(peer, connection)
 
     def _recognise(self, identity: Identity) -> None:
-        self._knows_group.wait()  # ends when the group is known, or with `close`
+        self._knows_group.wait()  # ends when the group is known, or by `close`
         peer = self.members.known_peer(identity.worker_id)
         if peer is None or peer.incarnation != identity.incarnation:
             record = self._directory.record_of(identity.worker_id)
@@ -321,7 +321,7 @@ class Network:
         try:
             serve_lane(peer.info.id, lane, peer.begun, self._serve_now)
         except (ConnectionClosed, TransportTimeout):
-            pass  # the caller gave up on it, left or died; the multiplex knows which
+            pass  # the caller gave up, left or died; the multiplex knows which
         except ProtocolError as error:
             self._acceptor.warn_once(f"worker {peer.info.name!r} broke the protocol: {error}")
         finally:
@@ -345,7 +345,7 @@ class Network:
         if frame.kind is Kind.GOODBYE:
             peer.lose(_HAS_LEFT)
         elif frame.kind is Kind.PING:
-            _pong(multiplex)  # at once: what waits in the pool may take longer than the heartbeat
+            _pong(multiplex)  # at once: work in the pool may take longer than the heartbeat
         elif frame.kind is Kind.DECLINED:
             peer.declined(frame.body)
         else:
@@ -365,7 +365,7 @@ class Network:
         begun = time.perf_counter()
         try:
             self._serve(source, frame, multiplex.send)
-        except BaseException:  # it could not even be answered: whoever waits for that must hear
+        except BaseException:  # it could not even be answered: end the wait at the other end
             multiplex.interrupt()
             raise
         self._quick.ran(name, time.perf_counter() - begun)
@@ -395,7 +395,7 @@ class Network:
         worker, watchers = peer.info.id, list(self._loss_watchers)
         untold = list(watchers)
         told = threading.Event()
-        for one in (peer, self.members.known_peer(worker)):  # another may have taken its place
+        for one in (peer, self.members.known_peer(worker)):  # it may have been replaced
             if one is not None and untold:
                 one.begun.loss_told = told
 
@@ -428,7 +428,7 @@ class Network:
     # -- ending
 
     def hold_requests(self) -> None:
-        """Requests that come from now on wait, until this is closed or the process has ended."""
+        """Requests that come from now on wait until `close`, or the end of the process."""
 
         def hold(source: int, frame: Frame, send: Send) -> None:
             self._is_over.wait()
@@ -436,18 +436,17 @@ class Network:
         self._serve = hold
 
     def fall_silent(self) -> None:
-        """Only connections are left, and threads that wait on them. Nothing that comes is answered,
-        pings neither; whoever needs an answer hears of the end of the process, or takes the silence
-        for it."""
+        """Answers nothing from now on, pings included; peers notice the end of the process, or the
+        silence. Only connections are left, and threads that wait on them."""
         self.clock.stop()
-        self.work.fall_silent(timeout=1.0)  # they are idle
+        self.work.fall_silent(timeout=1.0)  # its threads are idle
         self.calls.fall_silent(timeout=1.0)
 
     def close(self, *, patience: float) -> None:
-        """Ends everything: listeners, connections, threads. Every wait on them ends by it.
+        """Ends all listeners, connections and threads, and so every wait on them.
 
         Args:
-            patience: seconds to wait for threads that are in a program's own code.
+            patience: seconds to wait for threads that run a program's own code.
         """
         self._is_closing = True
         self._knows_group.set()
@@ -486,15 +485,15 @@ class Network:
         thread = threading.Thread(target=run, name=f"{self.info.name}-{role}", daemon=True)
         with self._threads_lock:
             thread.start()
-            self._threads.add(thread)  # it waits for the lock before it takes itself out
+            self._threads.add(thread)  # its end waits for the lock
 
 
 def _to_nobody(*parts: object) -> None:
-    """Where the answer to a late reply goes: there is none."""
+    """The answer to a late reply: there is none."""
 
 
 def _pong(multiplex: Multiplex) -> None:
     try:
         multiplex.send_if_free(Kind.PONG)
     except (ConnectionClosed, TransportTimeout):
-        pass  # its reader sees the end as well, and tells
+        pass  # its reader notices the end too

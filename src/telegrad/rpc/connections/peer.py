@@ -52,13 +52,13 @@ SHUT_DOWN = "this worker has shut down"
 class Peer:
     """
     Args:
-        connect: opens and authenticates a connection to the worker, within so many seconds; raises
-            TransportTimeout if these are fewer than there are for any connection.
+        connect: opens and authenticates a connection to the worker. It may be given fewer seconds
+            than `connect_timeout`, and raises `TransportTimeout` after them.
         new_multiplex: wraps a connection, not yet started.
-        on_lost: hears once of each loss, and why.
-        memory: what large tensors travel through on one host, or None.
+        on_lost: called once for each loss.
+        memory: shared memory for large tensors between processes of one host, or None.
         heartbeat: seconds between signs of life, and seconds of silence that mean a loss.
-        on_late: gets what reads a reply that nobody waits for any more, and may block.
+        on_late: gets a function that reads a reply which no thread waits for, and may block.
     """
 
     def __init__(
@@ -81,13 +81,13 @@ class Peer:
         self._is_closed = False
         self.requests = Requests(self, partial(on_late, self))
         self.begun = BegunRequests()
-        """Of the requests that the worker has made here."""
+        """The worker's requests that have begun here."""
         self.sent_references = SentReferences()
-        self._connections: set[Connection] = set()  # every open one, so that a loss can end them
+        self._connections: set[Connection] = set()  # all open ones, which a loss ends
         self._connections_lock = threading.RLock()  # guards the set above and the two below
         self._multiplexes: list[Multiplex] = []
         self._liveness = Liveness(*heartbeat, time.monotonic())
-        self._last_loss = ""  # why it was lost when it was last; it may be back
+        self._last_loss = ""  # why it was lost the last time; it may be back
         self._reads: dict[Connection, int] = {}  # as they were at the last tick
         self._computing = ProcessorTime(heartbeat[1])
         self._opening_lock = threading.RLock()  # one thread opens the first multiplex
@@ -103,7 +103,7 @@ class Peer:
         return self._connect(self, purpose, seconds)
 
     def multiplex(self, seconds: float | None = None) -> Multiplex:
-        """The connection for everything that is not answered in turn; opened at first use.
+        """The connection for everything that does not travel on a lane; opened at first use.
 
         Args:
             seconds: how long that may take, if less than for any connection.
@@ -116,7 +116,6 @@ class Peer:
             if not multiplex.is_closed:
                 return multiplex
         is_second = is_held_here(self._opening_lock)
-        # Whoever opens it needs no longer than any connection does.
         is_opening: list[bool] = []
         try:
             # Noted in the step that takes it: Ctrl-C between two would keep it for good.
@@ -145,7 +144,7 @@ class Peer:
     def adopt(
         self, multiplex: Multiplex, *, is_opener: bool = False, is_second: bool = False
     ) -> None:
-        """Takes a multiplex into use; one that the peer has opened serves both ways.
+        """Starts to use a multiplex, which serves both directions, whichever end has opened it.
 
         Args:
             is_opener: this worker has opened it.
@@ -161,9 +160,9 @@ class Peer:
         multiplex.start(is_opener=is_opener)
 
     def reopened(self) -> None:
-        """The worker opens another multiplexed connection. If the one is still open here that it
-        had opened before, it has lost this worker meanwhile: it was silent, and that is not known
-        here yet. What depends on the old connection ends before the new one is used."""
+        """The worker is opening another multiplexed connection. If its former one is still open
+        here, it has declared this worker lost, after a silence that has not been noticed here yet.
+        What depends on the old connection ends before the new one is used."""
         if any(not (m.is_closed or m.is_opener or m.is_second) for m in self._multiplexes):
             self.lose("it had lost this worker, and has connected again")
 
@@ -173,10 +172,10 @@ class Peer:
         with self._connections_lock:
             self._connections.add(connection)
         if self._is_closed:
-            connection.interrupt()  # too late: nobody else would end it any more
+            connection.interrupt()  # `close` may have missed it
 
     def watch(self, connection: Connection) -> None:
-        """Ends a connection that is being opened, too, when the worker is lost."""
+        """A connection that is being opened ends too when the worker is lost."""
         with self._connections_lock:
             self._connections.add(connection)
 
@@ -193,15 +192,15 @@ class Peer:
         return self._liveness.state is State.LOST
 
     def lose(self, reason: str) -> None:
-        """The worker has left, was replaced, or cannot be relied on: ends every connection to it
+        """The worker has left, was replaced, or cannot be relied on. Ends all connections to it,
         and every wait on them."""
         with self._connections_lock:
             effects = self._liveness.handle(Ended(reason), time.monotonic())
         self._carry_out(effects)
 
     def multiplex_ended(self, multiplex: Multiplex, reason: str) -> None:
-        """The worker is gone with it, unless there is another one: of two, the last to end tells,
-        and a worker that has come back is not lost by what is left of before."""
+        """The worker is lost with its last multiplex. An older one that ends after the worker has
+        come back does not count."""
         with self._connections_lock:
             if any(not other.is_closed for other in self._multiplexes if other is not multiplex):
                 return
@@ -223,12 +222,12 @@ class Peer:
             self._connections.clear()
         unused = self.requests.lanes.end()
         for connection in connections:
-            connection.interrupt()  # whoever waits on it wakes, and closes it
+            connection.interrupt()  # the thread that waits on it closes it
         for lane in unused:
             lane.close()
 
     def loss(self, what: str, reason: str = "") -> WorkerLost:
-        """The error of something that needed the worker, which is lost.
+        """The error for `what`, which needed the lost worker.
 
         Args:
             reason: why, if nothing else is known.
@@ -242,7 +241,7 @@ class Peer:
         )
 
     def silent(self, what: str) -> WorkerLost:
-        """The error of a message that the worker does not take."""
+        """The error of a message that the worker does not read."""
         reason = f"it has taken no message for {POST_SECONDS:g} seconds"
         return WorkerLost(
             f"{what} could not be sent to worker {self.info.name!r}: {reason}",
@@ -273,9 +272,8 @@ class Peer:
     # -- signs of life
 
     def wait_for_sign_of_life(self, what: Callable[[], str]) -> None:
-        """Waits until the multiplexed connection brings something, now that another connection has
-        broken; the worker may be dead, and that be known in a moment. Ends by that, too: the
-        heartbeat sees to it.
+        """Waits until the multiplexed connection brings something: another connection broke, and
+        the worker may be dead. Ends at the latest when the heartbeat declares it lost.
 
         Raises:
             WorkerLost
@@ -294,8 +292,7 @@ class Peer:
         return self.is_lost or all(multiplex.is_closed for multiplex in self._multiplexes)
 
     def tick(self, now: float) -> bool:
-        """Looks after the connections, and whether the peer is alive; returns whether it is to be
-        asked for a sign of life."""
+        """Checks deadlines and whether the peer is alive; returns whether to send it a ping."""
         live = [m for m in self._multiplexes if not m.is_closed]
         for multiplex in live:
             multiplex.tick(now)
@@ -316,8 +313,8 @@ class Peer:
         return SendPing() in effects
 
     def trim(self, now: float) -> bool:
-        """Lets go of what has not been used for a while, and of what nobody waits for; returns
-        whether there is something to `decline`."""
+        """Releases lanes and memory that have not been used for a while; returns whether there is
+        something to `decline`."""
         self.requests.lanes.look(now)
         if self.memory is None:
             return False
@@ -325,20 +322,20 @@ class Peer:
         return self.memory.has_declined
 
     def ping(self) -> None:
-        """Asks for a sign of life. Does not wait."""
+        """Asks the worker for a sign of life. Does not wait."""
         for multiplex in self._multiplexes:
             if not multiplex.is_closed:
                 try:
                     multiplex.send_if_free(Kind.PING)
                 except (ConnectionClosed, TransportTimeout):
-                    continue  # its reader sees the end as well, and tells
+                    continue  # its reader notices the end too
 
     def unread(self, body: bytes) -> None:
-        """The worker has not unpacked the reply to a request of its own."""
+        """The worker did not unpack the reply to one of its requests."""
         self.sent_references.unread(number_of_unread(body))
 
     def decline(self) -> None:
-        """Tells of shared memory that could not be taken. May block."""
+        """Tells the worker which shared memory could not be mapped here. May block."""
         memory = self.memory
         declined = [] if memory is None else memory.take_declined()
         if declined:
@@ -346,16 +343,16 @@ class Peer:
             try:
                 self.multiplex().send(Kind.DECLINED, body=(body,))
             except (ConnectionClosed, TransportTimeout, WorkerLost):
-                pass  # with the worker, its memory is lost
+                pass  # its memory is lost with it
 
     def declined(self, body: bytes) -> None:
-        """The worker could not take these."""
+        """The worker could not map these segments."""
         if self.memory is not None:
             self.memory.abandon(struct.unpack(f"<{len(body) // 4}I", body))
 
     @property
     def waiting_senders(self) -> int:
-        """How many threads wait until the worker takes what they send."""
+        """How many threads wait for the worker to read what they send."""
         return sum(len(m.senders) for m in self._multiplexes)
 
     @property
@@ -363,8 +360,12 @@ class Peer:
         return sum(m.pending_count for m in self._multiplexes)
 
     def close(self, *, goodbye_until: float) -> None:
-        """Ends all connections, and fails what waits on them; the peer is told that this is no
-        accident, if it listens until then, a time of `time.monotonic`."""
+        """Ends all connections, and fails what waits on them.
+
+        Args:
+            goodbye_until: until when, by `time.monotonic`, to wait for the peer to read the goodbye
+                that tells it that this is no failure.
+        """
         self._is_closed = True
         for multiplex in self._multiplexes:
             if not multiplex.is_closed:
@@ -375,8 +376,8 @@ class Peer:
             multiplex.give_up(SHUT_DOWN)
 
     def join(self) -> None:
-        """Waits for the threads that read from the worker, once it is closed. They end by that,
-        unless a callback of a program keeps one; it gets a few seconds."""
+        """Waits, after `close`, for the threads that read from the worker; at most a few seconds
+        for one that runs a callback of a program."""
         for multiplex in self._multiplexes:
             multiplex.join(5.0)
         if self.memory is not None:

@@ -51,11 +51,11 @@ _TRIES = 3  # lanes on which a request is sent again, when one breaks after the 
 
 
 class BegunExchange:
-    """A request that was sent, on a lane that is its own until its reply has come.
+    """A request that was sent on a lane, which stays its own until the reply has come.
 
     Args:
         lane: None if it broke.
-        what: describes the request; or, without a lane, sends it again and waits.
+        what: describes the request; without a lane, sends it again and waits for the reply.
     """
 
     __slots__ = ("_lane", "_requests", "_what", "request")
@@ -71,9 +71,9 @@ class BegunExchange:
             requests.lanes.begun.add(lane)
 
     def wait(self) -> Frame:
-        """The reply. Call it once, on any thread.
+        """Waits for the reply. Call it once, on any thread.
 
-        Ends in the reply, in `WorkerLost` when the worker is lost, or in `ReplyLost`.
+        Ends with the reply, with `WorkerLost`, or with `ReplyLost`.
         """
         lane, self._lane = self._lane, None
         if lane is None:
@@ -92,7 +92,7 @@ class BegunExchange:
 class Requests:
     """
     Args:
-        on_late: gets what reads a reply that nobody waits for any more, and may block.
+        on_late: gets a function that reads a reply which no thread waits for, and may block.
     """
 
     def __init__(self, peer: Peer, on_late: Callable[[Callable[[], Frame | None]], None]) -> None:
@@ -119,12 +119,12 @@ class Requests:
     ) -> Frame:
         """Sends a request and waits for its reply, on this thread.
 
-        Ends in the reply, in `RpcTimeout` after `timeout` seconds, in `WorkerLost` when the worker
-        is lost, which the heartbeat sees to if it no longer answers, or in `ReplyLost`.
+        Ends with the reply, with `RpcTimeout` after `timeout` seconds, with `WorkerLost` when the
+        worker is lost (by the heartbeat, if it no longer answers), or with `ReplyLost`.
 
         Args:
-            references: in the request. They are abandoned if something else ends it, Ctrl-C say,
-                before all of it was sent.
+            references: those in the request. They are abandoned if anything else, such as Ctrl-C,
+                ends it before it was sent.
         """
         seconds = timeout
         try:
@@ -161,7 +161,7 @@ class Requests:
             request = Request(kind, flags, number, context_id, message_id, body, buffers)
             return self._exchange_again(request, reads >= 0, broken, what, timeout, until)
         except BaseException:
-            # Ctrl-C while waiting: the reply would be taken for the next call's.
+            # Ctrl-C while waiting: the next call would take this reply for its own.
             self._lanes.discard(lane)
             self.leave_unread(number)
             if reads < 0 and references is not None:
@@ -170,12 +170,12 @@ class Requests:
         return frame
 
     def leave_unread(self, number: int) -> None:
-        """Nobody unpacks the reply to this request of a lane, which may hold references. Whether
-        the request has arrived, and the reply left, is not known."""
+        """The reply to this request will not be unpacked; it may hold references. Whether the
+        request has arrived, or the reply was sent, is not known."""
         self._on_late(partial(self._tell_unread, number))
 
     def _tell_unread(self, number: int) -> None:
-        with contextlib.suppress(TelegradError):  # it is lost, and its references with it
+        with contextlib.suppress(TelegradError):  # a lost worker has no references
             what = partial(describe_message, Kind.UNREAD)
             self.post(Kind.UNREAD, -1, -1, (_NUMBER.pack(number),), (), what)
 
@@ -241,11 +241,11 @@ class Requests:
         """Sends a message that has no answer.
 
         It travels on a lane and is kept until its receipt has come, so that it can be sent again if
-        the lane breaks. One that is large, or that comes when many others are under way, takes the
-        multiplexed connection, whose end is the worker's loss.
+        the lane breaks. A large message, or one of many, takes the multiplexed connection instead,
+        whose end is the worker's loss.
 
         Args:
-            lanes: how many may have a receipt outstanding; beyond it, it shares the multiplex.
+            lanes: on how many lanes a receipt may be outstanding before it takes the multiplex.
         """
         try:
             is_crowded = self._lanes.posted_count >= lanes and not self._lanes.reclaim()
@@ -291,8 +291,8 @@ class Requests:
     ) -> Frame | None:
         """Sends a post and waits for its receipt, on this thread.
 
-        Ends in the receipt, in `WorkerLost`, or in None if it is interrupted: then `finish_later`
-        gets what is to be run on another thread, and returns the receipt there, if it comes.
+        Ends with the receipt, with `WorkerLost`, or with None if it is interrupted: then
+        `finish_later` gets a function for another thread, which returns the receipt if it comes.
         """
         lane = self._lanes.take() or self._lanes.open()
         number = next(self._numbers)
@@ -308,7 +308,7 @@ class Requests:
                 return self._receipt(lane, number)
             is_there = lane.has_more()
             while not is_there and interruption.wait_for(descriptor):
-                is_there = lane.poll()  # or else it was nothing but a call to wake up
+                is_there = lane.poll()  # if not, the frame only served to wake this thread
             if is_there:
                 return self._receipt(lane, number)
             lane.set_timeout(None)
@@ -355,7 +355,7 @@ class Requests:
     # -- a lane that has broken
 
     def _broken(self, lane: Connection, error: Exception) -> _Broken:
-        """What there is to know of a lane that has broken, which is dropped."""
+        """Drops a lane that broke; returns what is known about it."""
         was_lost = not self._peer.is_open(lane)
         self._lanes.discard(lane)
         return _Broken(str(error), was_lost=was_lost)
@@ -371,7 +371,7 @@ class Requests:
     ) -> Frame:
         """Sends a request on another lane, and waits for its reply.
 
-        What ends each wait: the reply, `until`, another broken lane, or the worker's loss.
+        Each wait ends with the reply, at `until`, or with the loss of the lane or the worker.
         """
         for _ in range(_TRIES):
             if broken.was_lost:
@@ -402,7 +402,7 @@ class Requests:
                 raise
             self._lanes.put_back(lane)
             if frame.flags & Flags.RESENT:
-                break  # it has begun, and what it has answered is lost
+                break  # it has begun, and its answer is lost
             return frame
         if broken.was_lost or not was_sent:
             raise self._peer.loss(what(), str(broken))
@@ -418,25 +418,25 @@ class Requests:
         self._send_again_later(request, self._broken(lane, error), was_sent=True)
 
     def _send_again_later(self, request: Request, broken: _Broken, *, was_sent: bool) -> None:
-        """On another thread: it may have to wait."""
+        """Sends it again on another thread, because that may have to wait."""
         if not broken.was_lost:
             self._on_late(partial(self._deliver, request, was_sent, broken))
 
     def _deliver(self, request: Request, was_sent: bool, broken: _Broken) -> Frame | None:
-        """Sends a message again and returns its receipt; None if the worker is lost. It also counts
-        as lost if what it has posted back, or the message itself, is lost for good."""
+        """Sends a message again and returns its receipt; None if the worker is lost. The worker is
+        declared lost if the message, or what it has posted back, is lost for good."""
         what = partial(describe_message, request.kind)
         until = time.monotonic() + POST_SECONDS
         try:
             return self._exchange_again(request, was_sent, broken, what, POST_SECONDS, until)
         except ReplyLost as error:
             if not request.flags & Flags.CONVERSATION:
-                return None  # it has begun, and that is all
+                return None  # it has begun, which is all that a post needs
             self._peer.lose(str(error))
         except RpcTimeout as error:
             self._peer.lose(str(error))
         except WorkerLost as error:
-            self._peer.lose(error.reason)  # if it is not known yet
+            self._peer.lose(error.reason)  # unless that is known already
         return None
 
 
@@ -449,10 +449,10 @@ def _answer(lane: Connection, number: int) -> Frame:
 
 
 class _Broken(Exception):
-    """How a lane has ended.
+    """How a lane ended.
 
     Attributes:
-        was_lost: the worker was lost before, and the lane ended by that.
+        was_lost: it ended because the worker was lost.
     """
 
     def __init__(self, reason: str, *, was_lost: bool) -> None:
@@ -465,7 +465,7 @@ def _raise(broken: _Broken) -> NoReturn:
 
 
 def not_sent(error: WorkerLost, what: str) -> WorkerLost:
-    """The error of a call for which no connection could be had."""
+    """The error of a call for which no connection could be made."""
     return WorkerLost(f"{error}; {what} was not sent", worker=error.worker, reason=error.reason)
 
 
