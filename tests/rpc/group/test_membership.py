@@ -609,7 +609,7 @@ PROGRAM = """
 import sys
 import torch
 from telegrad import rpc
-from telegrad.rpc import current
+from telegrad.rpc.group import current
 
 rank, size, secret = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 options = rpc.RpcOptions(init_method="tcp://10.99.7.1:29777", secret=secret)
