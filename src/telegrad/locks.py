@@ -19,6 +19,9 @@ rules hold where such code can get to:
   `finally` releases it. Ctrl-C is raised between two instructions: after a plain call of `acquire`
   it would come before anything knows that the lock is held.
 - Under no lock does anything wait for another worker.
+- A destructor may run on a thread that all others depend on: one that reads a connection, writes
+  the rest of a message, or is the clock. Such a thread sets `here.must_not_wait`, and what is sent
+  on it is left to others if there is no room.
 """
 
 from __future__ import annotations
@@ -30,7 +33,15 @@ from typing import Any, TypeVar
 
 from telegrad.errors import TelegradError
 
-__all__ = ["Turns", "is_held_here"]
+__all__ = ["Turns", "here", "is_held_here"]
+
+
+class _Here(threading.local):
+    must_not_wait = False
+
+
+here = _Here()
+"""What there is to know of this thread."""
 
 
 def is_held_here(lock: Any) -> bool:

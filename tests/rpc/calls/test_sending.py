@@ -21,7 +21,7 @@ from telegrad.errors import RpcTimeout
 from telegrad.rpc.connections.multiplex import Multiplex
 from telegrad.rpc.group import current
 from telegrad.testing.cluster import cluster
-from telegrad.transport.base import TransportTimeout
+from telegrad.transport.base import ConnectionClosed, TransportTimeout
 from telegrad.wire.frames import Kind
 
 PATIENCE = 20.0
@@ -124,6 +124,45 @@ def test_a_message_that_does_not_fit_is_waited_for_until_its_deadline():
     wire.may_read.set()
     waiting.join(PATIENCE)
     assert wire.sent == [1, 3]
+
+
+def test_what_a_destructor_sends_on_the_thread_that_sends_the_rest_follows_it():
+    class Collecting(Full):
+        def send_rest(self):
+            if self.sent == [1]:
+                multiplex.send(Kind.CALL, 0, 2)  # does not wait for the rest, which is its own
+            super().send_rest()
+
+    wire = Collecting()
+    wire.may_read.set()
+    multiplex = multiplex_on(wire)
+    multiplex.send(Kind.CALL, 0, 1, until=time.monotonic() + PATIENCE)
+    multiplex.send(Kind.CALL, 0, 3)
+    assert wire.sent == [1, 2, 3]
+
+
+def test_a_destructor_on_the_thread_that_reads_does_not_wait_for_room():
+    """The other end makes room when its answers are read, that is, when the destructor is over."""
+    has_run = threading.Event()
+
+    class Collecting(Full):
+        def receive(self):
+            if self.sent == [1]:
+                multiplex.send(Kind.CALL, 0, 2)
+                has_run.set()
+            raise ConnectionClosed("over")
+
+        def close(self):
+            pass
+
+    wire = Collecting()
+    multiplex = Multiplex(wire, "test", None, print, lambda: None, lambda task: task())
+    multiplex.send(Kind.CALL, 0, 1, until=time.monotonic() + 0.01)
+    multiplex.start()
+    assert has_run.wait(PATIENCE)
+    wire.may_read.set()
+    multiplex.send(Kind.CALL, 0, 3)
+    assert wire.sent == [1, 2, 3]
 
 
 @pytest.mark.parametrize("is_begun", [True, False])

@@ -15,6 +15,7 @@ Whoever sends does not wait for the socket: what does not fit at once is left to
 writes the rest. So Ctrl-C never tears a message in two, a call's deadline also ends the wait for a
 peer that does not read, and signs of life never block. A destructor or a signal handler may run
 while its thread is sending here, and send something itself: that is left to the send it interrupts.
+One that runs on a thread that reads or writes here does not wait either: it would wait for itself.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from functools import partial
 from typing import Any
 
 from telegrad.errors import ProtocolError
-from telegrad.locks import is_held_here
+from telegrad.locks import here, is_held_here
 from telegrad.transport.base import Connection, ConnectionClosed, TransportTimeout
 from telegrad.wire.frames import Frame, Kind
 
@@ -158,9 +159,10 @@ class Multiplex:
             ConnectionClosed: the connection has ended.
         """
         message = (kind, flags, call_id, context_id, message_id, body, buffers)
-        if is_held_here(self._send_lock):
+        if here.must_not_wait or is_held_here(self._send_lock):
             copies = [memoryview(bytes(buffer)) for buffer in buffers]
             self._left.append((*message[:5], [b"".join(body)], copies))
+            self._send_left()
             return
         while True:
             with self._send_lock:  # nobody waits for the socket in here
@@ -207,6 +209,7 @@ class Multiplex:
             self._send_rest(done)
 
     def _send_rest(self, done: threading.Event) -> None:
+        could_not_wait, here.must_not_wait = here.must_not_wait, True
         try:
             self._connection.send_rest()  # ends when it is sent, or by the connection's end
         except (ConnectionClosed, TransportTimeout):
@@ -215,6 +218,7 @@ class Multiplex:
             with self._send_lock:
                 self._rest_is_sent = None
             done.set()
+            here.must_not_wait = could_not_wait
         if self._left:
             self._send_left()
 
@@ -362,7 +366,9 @@ class Multiplex:
         reason = ""
         try:
             while True:
+                here.must_not_wait = True  # nobody could read in its place
                 frame = self._connection.receive()  # ends by a frame, a loss or interrupt()
+                here.must_not_wait = False
                 self._busy_since = time.monotonic()
                 self._take(frame)
                 del frame
