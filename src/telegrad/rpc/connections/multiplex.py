@@ -190,9 +190,11 @@ class Multiplex:
         """To be called with the lock held, while no rest is being sent."""
         connection = self._connection
         before = connection.messages_begun
+        could_not_wait, here.must_not_wait = here.must_not_wait, True
         try:
             connection.send_without_waiting(*message)
         finally:
+            here.must_not_wait = could_not_wait
             if begun is not None and connection.messages_begun != before:
                 begun.append(True)
             if connection.has_rest:
@@ -223,19 +225,26 @@ class Multiplex:
             self._send_left()
 
     def _send_left(self) -> None:
-        """Sends what destructors and signal handlers have left, unless somebody else will."""
+        """Sends what destructors and signal handlers have left, unless somebody else will: whoever
+        holds the lock, or the clock. Does not wait for the lock: a destructor may have interrupted
+        what its holder waits for."""
         while self._left and not is_held_here(self._send_lock):
-            with self._send_lock:
-                if self._rest_is_sent is not None:
-                    return  # its thread does so when it is done
-                try:
-                    while self._left and self._rest_is_sent is None:
-                        self._send_now(self._left.popleft())
-                except IndexError:
-                    return  # a signal handler was faster
-                except ConnectionClosed:
-                    self._left.clear()  # those who wait for an answer hear of the end
+            is_held: list[bool] = []
+            try:
+                # Noted in the step that takes it: Ctrl-C between two would keep it for good.
+                is_held.extend(map(self._send_lock.acquire, (False,)))
+                if not is_held[0] or self._rest_is_sent is not None:
                     return
+                while self._left and self._rest_is_sent is None:
+                    self._send_now(self._left.popleft())
+            except IndexError:
+                return  # a signal handler was faster
+            except ConnectionClosed:
+                self._left.clear()  # those who wait for an answer hear of the end
+                return
+            finally:
+                if is_held and is_held[0]:
+                    self._send_lock.release()
 
     def send_if_free(self, kind: Kind) -> None:
         """Sends a sign of life, unless something else is just being sent: that is one as well. Does
