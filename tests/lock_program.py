@@ -1,6 +1,7 @@
 """Prints which locks of telegrad are taken while which others are held, by module.
 
 A lock that one thread takes and another releases is a gate, not a critical section: it is left out.
+So is one that is taken where it is made.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ gates: set[Place] = set()
 class Traced:
     """A lock that notes the locks its thread holds when it is taken."""
 
-    def __init__(self, lock, place):
-        self._lock, self.place = lock, place
+    def __init__(self, lock, place, maker):
+        self._lock, self.place, self._maker = lock, place, maker
 
     def acquire(self, *args, **kwargs):
+        if sys._getframe(1).f_code is self._maker:
+            gates.add(self.place)
         is_taken = self._lock.acquire(*args, **kwargs)
         if is_taken:
             mine = held.__dict__.setdefault("locks", collections.Counter())
@@ -54,7 +57,7 @@ def traced(make):
         frame = sys._getframe(1)
         _, is_ours, rest = frame.f_code.co_filename.partition("/telegrad/")
         place = rest.removesuffix(".py"), frame.f_lineno
-        return Traced(make(), place) if is_ours else make()
+        return Traced(make(), place, frame.f_code) if is_ours else make()
 
     return make_traced
 

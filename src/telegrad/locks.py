@@ -19,6 +19,10 @@ rules hold where such code can get to:
   `finally` releases it. Ctrl-C is raised between two instructions: after a plain call of `acquire`
   it would come before anything knows that the lock is held.
 - Under no lock does anything wait for another worker.
+- A destructor may run inside a critical section, or on a thread that all others depend on: one
+  that reads a connection, writes the rest of a message, or is the clock. `here.must_not_wait` is
+  set there. What is sent then is left to others if there is no room, and a wait for an answer is an
+  error: see `check_wait`.
 """
 
 from __future__ import annotations
@@ -30,7 +34,28 @@ from typing import Any, TypeVar
 
 from telegrad.errors import TelegradError
 
-__all__ = ["Turns", "is_held_here"]
+__all__ = ["Turns", "check_wait", "here", "is_held_here"]
+
+
+class _Here(threading.local):
+    must_not_wait = False
+
+
+here = _Here()
+"""What there is to know of this thread."""
+
+
+def check_wait(what: str) -> None:
+    """
+    Raises:
+        TelegradError: a destructor has interrupted what has to go on before this can come.
+    """
+    if here.must_not_wait:
+        raise TelegradError(
+            f"a destructor cannot wait for {what} here: the garbage collector runs it in the "
+            "middle of sending or receiving, which has to go on first. Send without waiting, or "
+            "put the work into a queue for a thread of your own"
+        )
 
 
 def is_held_here(lock: Any) -> bool:
@@ -106,11 +131,15 @@ class Turns:
                 callback()
 
     def _run(self, after: list[Callable[[], None]]) -> None:
-        while True:
-            try:
-                step = self._steps.popleft()
-            except IndexError:
-                return
-            callback = step()
-            if callback is not None:
-                after.append(callback)
+        could_not_wait, here.must_not_wait = here.must_not_wait, True
+        try:
+            while True:
+                try:
+                    step = self._steps.popleft()
+                except IndexError:
+                    return
+                callback = step()
+                if callback is not None:
+                    after.append(callback)
+        finally:
+            here.must_not_wait = could_not_wait

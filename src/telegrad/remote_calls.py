@@ -37,6 +37,7 @@ from telegrad.errors import (
     TelegradError,
     WorkerLost,
 )
+from telegrad.locks import check_wait
 from telegrad.rpc.calls.arguments import in_words_of_caller
 from telegrad.rpc.calls.outcome import describe_call, described_by_arguments
 from telegrad.rpc.calls.plain_arguments import check_function, checked_worker
@@ -302,6 +303,7 @@ class RemoteFuture(Generic[T]):
         if self._done.done():
             return
         self._engine.refuse_in_event_loop("to wait for a future")
+        check_wait("a future")
         is_done = threading.Event()
         self._done.add_done_callback(lambda _: is_done.set())
         if not is_done.wait(timeout):

@@ -12,16 +12,19 @@ import queue
 import signal
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
 
+import telegrad
 from telegrad import rpc
-from telegrad.errors import RpcTimeout
+from telegrad.errors import RpcTimeout, TelegradError
 from telegrad.rpc.connections.multiplex import Multiplex
 from telegrad.rpc.group import current
 from telegrad.testing.cluster import cluster
-from telegrad.transport.base import TransportTimeout
+from telegrad.transport.base import ConnectionClosed, TransportTimeout
+from telegrad.transport.stream import SocketConnection
 from telegrad.wire.frames import Kind
 
 PATIENCE = 20.0
@@ -58,6 +61,18 @@ def test_what_a_destructor_sends_in_the_middle_of_a_message_follows_it():
     multiplex = multiplex_on(wire)
     multiplex.send(Kind.CALL, 0, 1)
     assert wire.sent == [1, 2, 3]
+
+
+def test_what_it_sends_to_another_worker_does_not_wait_for_room_there():
+    full = Full()
+    other = multiplex_on(full)
+    other.send(Kind.CALL, 0, 7, until=time.monotonic() + 0.01)
+    multiplex = multiplex_on(Wire(lambda _: other.send(Kind.CALL, 0, 8)))
+    multiplex.send(Kind.CALL, 0, 1)
+    assert full.sent == [7]
+    full.may_read.set()
+    other.send(Kind.CALL, 0, 9)
+    assert full.sent == [7, 8, 9]
 
 
 def test_what_it_sends_is_as_it_was_then():
@@ -126,6 +141,77 @@ def test_a_message_that_does_not_fit_is_waited_for_until_its_deadline():
     assert wire.sent == [1, 3]
 
 
+def test_what_a_destructor_sends_on_the_thread_that_sends_the_rest_follows_it():
+    class Collecting(Full):
+        def send_rest(self):
+            if self.sent == [1]:
+                multiplex.send(Kind.CALL, 0, 2)  # does not wait for the rest, which is its own
+            super().send_rest()
+
+    wire = Collecting()
+    wire.may_read.set()
+    multiplex = multiplex_on(wire)
+    multiplex.send(Kind.CALL, 0, 1, until=time.monotonic() + PATIENCE)
+    multiplex.send(Kind.CALL, 0, 3)
+    assert wire.sent == [1, 2, 3]
+
+
+def test_a_destructor_on_the_thread_that_reads_does_not_wait_for_room():
+    """The other end makes room when its answers are read, that is, when the destructor is over."""
+    has_run = threading.Event()
+
+    class Collecting(Full):
+        def receive(self):
+            if self.sent == [1]:
+                multiplex.send(Kind.CALL, 0, 2)
+                has_run.set()
+            raise ConnectionClosed("over")
+
+        def close(self):
+            pass
+
+    wire = Collecting()
+    multiplex = Multiplex(wire, "test", None, print, lambda: None, lambda task: task())
+    multiplex.send(Kind.CALL, 0, 1, until=time.monotonic() + 0.01)
+    multiplex.start()
+    assert has_run.wait(PATIENCE)
+    wire.may_read.set()
+    multiplex.send(Kind.CALL, 0, 3)
+    assert wire.sent == [1, 2, 3]
+
+
+def test_a_destructor_on_the_thread_that_reads_does_not_wait_for_who_waits_for_it():
+    """Over TLS, reading and writing take turns: whoever sends may wait for the reader."""
+    turn, is_sending, has_run = threading.Lock(), threading.Event(), threading.Event()
+
+    class TakingTurns(Wire):
+        def send_without_waiting(self, kind, flags=0, call_id=0, *parts):
+            is_sending.set()
+            assert turn.acquire(timeout=PATIENCE)
+            super().send_without_waiting(kind, flags, call_id)
+            turn.release()
+
+        def receive(self):
+            with turn:
+                is_reading.set()
+                assert is_sending.wait(PATIENCE)
+                multiplex.send(Kind.CALL, 0, 2)
+                has_run.set()
+            raise ConnectionClosed("over")
+
+        def close(self):
+            pass
+
+    is_reading = threading.Event()
+    wire = TakingTurns()
+    multiplex = Multiplex(wire, "test", None, print, lambda: None, lambda task: task())
+    multiplex.start()
+    assert is_reading.wait(PATIENCE)
+    multiplex.send(Kind.CALL, 0, 1)
+    assert has_run.wait(PATIENCE)
+    assert wire.sent == [1, 2]
+
+
 @pytest.mark.parametrize("is_begun", [True, False])
 def test_ctrl_c_tells_what_has_not_begun_to_leave(is_begun):
     class Interrupted(Wire):
@@ -149,6 +235,15 @@ def same(x):
 
 def total(x):
     return x.sum().item()
+
+
+def make_collector_eager():
+    gc.set_threshold(50, 2, 2)
+
+
+def let_go(number):
+    Handle(partial(rpc.rpc_async, "worker0", same, (number,)))
+    return number
 
 
 class Handle:
@@ -185,6 +280,16 @@ def test_destructors_may_call_other_workers(eager_collector):
         assert [ended.get(timeout=PATIENCE) for _ in range(300)] == [2] * 300
 
 
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_destructors_on_both_sides_may_call_while_many_calls_travel(transport, eager_collector):
+    with cluster(2, transport=transport):
+        rpc.rpc_sync("worker1", make_collector_eager)
+        for number in range(2000):
+            Handle(partial(rpc.rpc_async, "worker1", same, (number,)))
+            future = rpc.rpc_async("worker1", let_go, (number,))
+        assert future.wait() == 1999
+
+
 def test_a_destructor_may_call_while_its_thread_opens_the_first_connection():
     with cluster(2):
         peer = current.current().agent.network.members.peer(1)
@@ -204,6 +309,39 @@ def test_a_destructor_may_call_while_its_thread_opens_the_first_connection():
         assert outcomes == [None, 1]
         assert rpc.rpc_sync("worker1", same, (3,)) == 3
         assert not peer.is_lost
+
+
+def test_a_destructor_in_the_middle_of_receiving_is_told_that_it_cannot_wait(monkeypatch):
+    """It would wait for an answer that only its own thread can read."""
+    ends = {
+        "future": lambda: rpc.rpc_async("worker1", same, (1,)).wait(),
+        "plain": lambda: telegrad.submit("worker1", same, 1).result(),
+        "reference": lambda: rpc.remote("worker1", same, (1,)).to_here(),
+        "own": lambda: rpc.remote("worker0", time.sleep, (0.5,)).to_here(),
+        "call": lambda: rpc.rpc_sync("worker1", same, (2,)),
+    }
+    outcomes = {}
+
+    def interrupted(connection):
+        frame = receive(connection)
+        while ends:
+            name, end = ends.popitem()
+            try:
+                outcomes[name] = end()  # as a `__del__` would in here
+            except TelegradError as error:
+                outcomes[name] = str(error)
+        return frame
+
+    with cluster(2):
+        rpc.rpc_async("worker1", same, (1,)).wait()
+        receive = SocketConnection.receive
+        with monkeypatch.context() as during:
+            during.setattr(SocketConnection, "receive", interrupted)
+            assert rpc.rpc_async("worker1", same, (3,)).wait() == 3
+            assert rpc.rpc_async("worker1", same, (4,)).wait() == 4
+        assert outcomes.pop("call") == 2
+        assert len(outcomes) == 4
+        assert all("a destructor cannot wait for" in text for text in outcomes.values())
 
 
 def test_signal_handlers_may_call_other_workers():

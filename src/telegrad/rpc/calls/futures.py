@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from torch.futures import Future
 
+from telegrad.locks import check_wait, here
 from telegrad.rpc.calls.kept_errors import again, fail, without_frames
 
 __all__ = ["CallFuture", "wait_for"]
@@ -40,6 +41,8 @@ class CallFuture(Future[T]):
     _failure: _Failure | None = None
 
     def wait(self) -> T:
+        if here.must_not_wait and not self.done():
+            check_wait("the answer to a call")
         if not self.done() and threading.current_thread() is threading.main_thread():
             value: T = wait_for(self)  # only there are signals heeded
             return value

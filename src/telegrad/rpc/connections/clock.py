@@ -13,6 +13,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from telegrad.locks import here
+
 __all__ = ["Clock"]
 
 _log = logging.getLogger("telegrad.rpc")
@@ -57,6 +59,7 @@ class Clock:
             self._thread.join()
 
     def _run(self) -> None:
+        here.must_not_wait = True
         while not self._stopped.wait(TICK):  # ends by stop()
             now = time.monotonic()
             due: list[_Timer] = []

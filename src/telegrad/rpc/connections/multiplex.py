@@ -13,7 +13,8 @@ must neither stop the clock nor wait here for another call that has yet to fail.
 A sender does not wait for the socket: a thread writes what does not fit at once. So Ctrl-C never
 tears a message in two, a call's deadline also ends the wait for a peer that does not read, and
 signs of life never block. A destructor or a signal handler may interrupt a send and send something
-itself; that is queued for the interrupted send.
+itself; that is queued for the interrupted send. A destructor on a thread that reads or writes here
+does not wait either: it would wait for itself.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from functools import partial
 from typing import Any
 
 from telegrad.errors import ProtocolError
-from telegrad.locks import is_held_here
+from telegrad.locks import here, is_held_here
 from telegrad.transport.base import Connection, ConnectionClosed, TransportTimeout
 from telegrad.wire.frames import Frame, Kind
 
@@ -155,9 +156,10 @@ class Multiplex:
             ConnectionClosed: the connection has ended.
         """
         message = (kind, flags, call_id, context_id, message_id, body, buffers)
-        if is_held_here(self._send_lock):
+        if here.must_not_wait or is_held_here(self._send_lock):
             copies = [memoryview(bytes(buffer)) for buffer in buffers]
             self._left.append((*message[:5], [b"".join(body)], copies))
+            self._send_left()
             return
         while True:
             with self._send_lock:  # no thread waits for the socket in here
@@ -185,9 +187,11 @@ class Multiplex:
         """To be called with the lock held, while no rest is being sent."""
         connection = self._connection
         before = connection.messages_begun
+        could_not_wait, here.must_not_wait = here.must_not_wait, True
         try:
             connection.send_without_waiting(*message)
         finally:
+            here.must_not_wait = could_not_wait
             if begun is not None and connection.messages_begun != before:
                 begun.append(True)
             if connection.has_rest:
@@ -204,6 +208,7 @@ class Multiplex:
             self._send_rest(done)
 
     def _send_rest(self, done: threading.Event) -> None:
+        could_not_wait, here.must_not_wait = here.must_not_wait, True
         try:
             self._connection.send_rest()  # ends when it is sent, or by the connection's end
         except (ConnectionClosed, TransportTimeout):
@@ -212,23 +217,31 @@ class Multiplex:
             with self._send_lock:
                 self._rest_is_sent = None
             done.set()
+            here.must_not_wait = could_not_wait
         if self._left:
             self._send_left()
 
     def _send_left(self) -> None:
-        """Sends what destructors and signal handlers have queued, unless another thread will."""
+        """Sends what destructors and signal handlers have queued, unless the thread that holds the
+        lock, or the clock, will. Does not wait for the lock: a destructor may have interrupted what
+        its holder waits for."""
         while self._left and not is_held_here(self._send_lock):
-            with self._send_lock:
-                if self._rest_is_sent is not None:
-                    return  # its thread does so when it is done
-                try:
-                    while self._left and self._rest_is_sent is None:
-                        self._send_now(self._left.popleft())
-                except IndexError:
-                    return  # a signal handler was faster
-                except ConnectionClosed:
-                    self._left.clear()  # waits for answers end with the connection
+            is_held: list[bool] = []
+            try:
+                # Noted in the step that takes it: Ctrl-C between two would keep it for good.
+                is_held.extend(map(self._send_lock.acquire, (False,)))
+                if not is_held[0] or self._rest_is_sent is not None:
                     return
+                while self._left and self._rest_is_sent is None:
+                    self._send_now(self._left.popleft())
+            except IndexError:
+                return  # a signal handler was faster
+            except ConnectionClosed:
+                self._left.clear()  # those who wait for an answer hear of the end
+                return
+            finally:
+                if is_held and is_held[0]:
+                    self._send_lock.release()
 
     def send_if_free(self, kind: Kind) -> None:
         """Sends a sign of life, unless something else is being sent: that is one too. Does not
@@ -359,7 +372,9 @@ class Multiplex:
         reason = ""
         try:
             while True:
+                here.must_not_wait = True  # no other thread could read
                 frame = self._connection.receive()  # ends by a frame, a loss or interrupt()
+                here.must_not_wait = False
                 self._busy_since = time.monotonic()
                 self._take(frame)
                 del frame

@@ -26,6 +26,7 @@ from torch.futures import Future
 
 from telegrad.errors import RpcTimeout, RRefError
 from telegrad.ids import ForkId, RRefId, first_of_life
+from telegrad.locks import check_wait
 from telegrad.rpc.calls.agent import Agent
 from telegrad.rpc.calls.async_call import AsyncCall
 from telegrad.rpc.calls.error_texts import timeout_text
@@ -196,6 +197,7 @@ class RemoteReferences:
             self.table.creation_finished(fork_id)
 
     def _fetch(self, owner: int, rref_id: RRefId, fork_id: ForkId, timeout: float) -> Any:
+        check_wait("the value of a reference")
         return self._agent.exchange(
             owner,
             Kind.RREF_FETCH,

@@ -14,6 +14,7 @@ import torch
 
 from telegrad.errors import RpcTimeout, RRefError
 from telegrad.ids import ForkId, RRefId
+from telegrad.locks import check_wait
 from telegrad.rpc.calls.futures import CallFuture
 from telegrad.rpc.calls.kept_errors import again, fail, without_frames
 from telegrad.rpc.references.texts import text_of_id
@@ -129,6 +130,7 @@ class OwnerEntry:
             Exception: what the function raised that should have made the value.
         """
         if not self.is_done:
+            check_wait("the value of a reference")
             done = threading.Event()
             self.add_done_callback(lambda _: done.set())
             if not done.wait(timeout if timeout is not None and timeout > 0 else None):
