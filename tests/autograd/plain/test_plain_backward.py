@@ -173,6 +173,41 @@ def test_results_and_arguments_may_be_nested(group):
     telegrad.call("worker1", take_gradient)
 
 
+def with_unused(x):
+    return telegrad.call("worker2", f, P.cos()), x.sin()
+
+
+def test_a_result_may_be_unused_though_only_it_leads_to_the_arguments(group):
+    x = leaf()
+    telegrad.call("worker1", with_unused, x)[0].sum().backward()
+    assert x.grad is None or not x.grad.any()
+    p, q = (P.detach().clone().requires_grad_() for _ in range(2))
+    torch.tanh(p.cos() * q).sum().backward()
+    torch.testing.assert_close(telegrad.call("worker1", take_gradient), p.grad)
+    torch.testing.assert_close(telegrad.call("worker2", take_gradient), q.grad)
+
+
+seen = []
+
+
+def watched(x):
+    y = torch.tanh(x)
+    torch.autograd.graph.register_multi_grad_hook([y], seen.append)
+    return y
+
+
+def what_was_seen():
+    taken = seen[:]
+    seen.clear()
+    return taken
+
+
+def test_hooks_on_several_tensors_see_the_gradient_of_a_result(group):
+    telegrad.call("worker1", watched, leaf()).sum().backward()
+    ((gradient,),) = telegrad.call("worker1", what_was_seen)
+    assert gradient.tolist() == [1.0] * 3
+
+
 def deep(n, other, me, x):
     if n == 0:
         return x.sin() * P

@@ -703,6 +703,10 @@ class _Sent:
                 tokens.append(apply_stub(call))
             else:
                 unknown.append(call)
+        if unknown:
+            # Each may lead back here by any call that is not over. With an edge to all of these,
+            # a pass that needs what lies behind one runs this node, which raises an error.
+            tokens += [t for c, t in list(engine.lifetimes.tokens.items()) if c not in below]
         record.below, record.unknown = below, unknown
         # Not in the record, to which the token leads as well: that lives as long as the entry.
         note = engine.lifetimes.keep_result(record.call, record.to)

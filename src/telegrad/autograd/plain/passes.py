@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from telegrad.autograd.local.waves import use_up_warning
 from telegrad.autograd.plain.entries import Entries, Entry, Walk, edges_of, walk
@@ -51,6 +51,11 @@ PassName = tuple[int, int]
 
 _torchs_engine: Any = torch.autograd.Variable._execution_engine
 _RUN = "telegrad.autograd.plain.run"
+_mark = get_gradient_edge(torch.zeros((), requires_grad=True))
+"""A leaf that all such runs have as a second root: a pass inside of one, of a hook, say, does not
+run it. With a single root, torch takes that for a node that will not run, and hooks of
+`register_multi_grad_hook` on it are not called."""
+_MARK_GRADIENT = torch.zeros(())
 
 
 class Modes(NamedTuple):
@@ -124,13 +129,11 @@ class Run:
     """One run of torch's engine that belongs to a pass.
 
     Args:
-        node: one that it runs and that is no root: torch does not count a single root in.
         modes: None for a pass that began here: torch knows.
     """
 
-    def __init__(self, one: Pass, node: Any = None, modes: Modes | None = None) -> None:
+    def __init__(self, one: Pass, modes: Modes | None = None) -> None:
         self.one = one
-        self.node = node
         self._modes = modes
         self.waits: list[Callable[[], Report]] = []
         self.exports: set[int] = set()
@@ -142,10 +145,6 @@ class Run:
             return Modes(keeps_graph(), create_graph, accumulates())
         return self._modes._replace(create_graph=create_graph)
 
-    def is_current(self) -> bool:
-        """Whether the engine is in this run, and not in a pass inside of it, of a hook, say."""
-        return self.node is None or will_run(self.node)
-
     def wait_all(self) -> None:
         while self.waits:
             self.waits.pop()()
@@ -154,7 +153,7 @@ class Run:
 def current_served_run() -> Run | None:
     """The run that the engine is in on this thread, if gradients from elsewhere have begun it."""
     run: Run | None = peek(_RUN, None)
-    return run if run is not None and run.is_current() else None
+    return run if run is not None and will_run(_mark.node) else None
 
 
 class Passes:
@@ -347,8 +346,7 @@ class Passes:
             targets += [n for n in leaves if id(n.variable) in exports]
         if not pairs or not targets:
             return
-        roots = {edge.node for edge, _ in pairs}
-        run = Run(one, next((n for n in targets if n not in roots), None), modes)
+        run = Run(one, modes)
         run.exports = set(exports)
         borders = [_Border(node, ready, one) for node in border]
         aside = [(t, t.grad) for t in exports.values() if t.grad is not None]
@@ -364,11 +362,11 @@ class Passes:
                 # torch.autograd.backward without its checks of what users pass, which take longer
                 # than a small graph does.
                 _torchs_engine.run_backward(
-                    tuple([edge for edge, _ in pairs]),
-                    tuple([gradient for _, gradient in pairs]),
+                    (*[edge for edge, _ in pairs], _mark),
+                    (*[gradient for _, gradient in pairs], _MARK_GRADIENT),
                     modes.keep_graph or bool(border),
                     modes.create_graph,
-                    tuple([GradientEdge(n, 0) for n in targets]),
+                    (*[GradientEdge(n, 0) for n in targets], _mark),
                     True,
                     True,
                 )
