@@ -343,6 +343,18 @@ def test_what_a_function_has_kept_ends_without_another_call(group):
     assert tokens() == 0
 
 
+def test_nothing_is_left_of_calls_though_the_program_keeps_one_result(group):
+    wait_until_nothing_is_left()
+    kept = far(leaf())
+    for _ in range(100):
+        far(leaf())
+    lifetimes, end = engine_here().lifetimes, time.monotonic() + PATIENCE
+    while lifetimes.notes() > 1 and time.monotonic() < end:
+        time.sleep(0.05)  # nothing but a timer sees to it
+    assert lifetimes.notes() == 1
+    del kept
+
+
 @pytest.mark.parametrize("way", ["inference", "training", "exception", "submit"])
 def test_nothing_is_left_of_a_call(group, way):
     x = leaf()

@@ -15,6 +15,7 @@ So a hook on a shared part, or on a leaf that several calls use, sees the total,
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -94,6 +95,7 @@ class Pass:
 
     def __init__(self, name: PassName) -> None:
         self.name = name
+        self._lock = threading.RLock()  # guards the two below: runs side by side may keep
         self.kept: dict[tuple[Any, int], Tensor] = {}
         self.kept_at: dict[Any, list[tuple[Any, int]]] = {}  # by node
         self.delivered: set[Entry] = set()
@@ -114,15 +116,17 @@ class Pass:
         return list({*self.delivered, *(e for d in self.delivered for e in d.shares)})
 
     def keep(self, edge: tuple[Any, int], gradient: Tensor) -> None:
-        before = self.kept.get(edge)
-        if before is None:
-            self.kept_at.setdefault(edge[0], []).append(edge)
-        self.kept[edge] = gradient if before is None else before + gradient
+        with self._lock:
+            before = self.kept.get(edge)
+            if before is None:
+                self.kept_at.setdefault(edge[0], []).append(edge)
+            self.kept[edge] = gradient if before is None else before + gradient
 
     def take(self, nodes: set[Any]) -> list[tuple[GradientEdge, Tensor]]:
         """What was kept for any of these nodes."""
-        edges = [edge for node in nodes for edge in self.kept_at.pop(node, ())]
-        return [(GradientEdge(*edge), self.kept.pop(edge)) for edge in edges]
+        with self._lock:
+            edges = [edge for node in nodes for edge in self.kept_at.pop(node, ())]
+            return [(GradientEdge(*edge), self.kept.pop(edge)) for edge in edges]
 
 
 class Run:
@@ -245,10 +249,13 @@ class Passes:
                 # ready: such a leaf must wait, too.
                 ready -= walk(nodes - ready)[0]
                 pairs = one.take(ready)
+                one.flights.append(ready)  # before another thread looks for what is ready
                 concerned = one.concerned()
             border = [n for n in ready if any(m not in ready for m, _ in edges_of(n))]
             part = Walk(ready, [n for n in leaves if n in ready], [n for n in sinks if n in ready])
             self._run(one, pairs, part, border, modes, concerned)
+            with entries.lock:
+                one.flights = [flight for flight in one.flights if flight is not ready]
         except BaseException:
             self._leave(one)
             raise
@@ -356,7 +363,6 @@ class Passes:
             use_up_warning()
         outer = peek(_RUN, None)
         stash(_RUN, run)
-        one.flights.append(ready)
         try:
             with torch.enable_grad():  # else create_graph has no effect
                 # torch.autograd.backward without its checks of what users pass, which take longer
@@ -375,7 +381,6 @@ class Passes:
             run.wait_all()
         finally:
             stash(_RUN, outer)
-            one.flights = [flight for flight in one.flights if flight is not ready]
             for each in borders:
                 each.remove()
             for tensor, gradient in aside:
