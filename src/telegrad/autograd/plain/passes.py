@@ -34,7 +34,7 @@ from telegrad.autograd.thread_state import peek, stash
 from telegrad.errors import BackwardError
 
 if TYPE_CHECKING:
-    from telegrad.autograd.plain.calls import Record
+    from telegrad.autograd.plain.record import Record
 
 __all__ = [
     "Modes",
@@ -93,9 +93,9 @@ class Report(NamedTuple):
 class Pass:
     """What one pass has kept on one worker, and what it waits for."""
 
-    def __init__(self, name: PassName) -> None:
+    def __init__(self, name: PassName, lock: threading.RLock) -> None:
         self.name = name
-        self._lock = threading.RLock()  # guards the two below: runs side by side may keep
+        self._lock = lock  # that of the entries; guards the two below
         self.kept: dict[tuple[Any, int], Tensor] = {}
         self.kept_at: dict[Any, list[tuple[Any, int]]] = {}  # by node
         self.delivered: set[Entry] = set()
@@ -232,19 +232,27 @@ class Passes:
                 related = entries.related_to(call, accumulate=modes.accumulate)
                 starts = {n for entry in related for n in entry.nodes if n in one.kept_at}
                 nodes, leaves, sinks = walk(starts)
+                # What leads to parameters of a module only must run for this call, or nothing
+                # brings their gradients to the caller. It runs again if there is more to come.
+                may_repeat: set[Any] = set()
+                if any(entry.exported for entry in related):
+                    may_repeat = nodes - _leading_to(sinks, nodes) - set(leaves)
+                repeats = False
                 behind = walk(n for flight in one.flights for n in flight)[0]
                 ready = set()
                 for node in nodes:
                     if entries.may_run_in_parts(node, accumulate=modes.accumulate):
                         ready.add(node)
                         continue
-                    users = entries.users(node)
-                    if (
-                        node not in behind
-                        and any(call in user.below for user in users)
-                        and all(user in one.delivered or call in user.below for user in users)
-                    ):
+                    users = [user for user in entries.users(node) if user.of_pass != name]
+                    if node in behind:
+                        continue
+                    is_ready = any(call in user.below for user in users) and all(
+                        user in one.delivered or call in user.below for user in users
+                    )
+                    if is_ready or node in may_repeat:
                         ready.add(node)
+                        repeats |= not is_ready
                 # The engine goes any way that leads to a leaf, also through a node that is not
                 # ready: such a leaf must wait, too.
                 ready -= walk(nodes - ready)[0]
@@ -253,7 +261,8 @@ class Passes:
                 concerned = one.concerned()
             border = [n for n in ready if any(m not in ready for m, _ in edges_of(n))]
             part = Walk(ready, [n for n in leaves if n in ready], [n for n in sinks if n in ready])
-            self._run(one, pairs, part, border, modes, concerned)
+            once = modes._replace(keep_graph=modes.keep_graph or repeats)
+            self._run(one, pairs, part, border, once, concerned)
             with entries.lock:
                 one.flights = [flight for flight in one.flights if flight is not ready]
         except BaseException:
@@ -298,7 +307,7 @@ class Passes:
         with self._entries.lock:
             one = self._own_pass(name[1]) if name[0] == self._worker_id else None
             if one is None:
-                one = self._passes.setdefault(name, Pass(name))
+                one = self._passes.setdefault(name, Pass(name, self._entries.lock))
             one.messages += 1
             return one
 
@@ -385,6 +394,20 @@ class Passes:
                 each.remove()
             for tensor, gradient in aside:
                 tensor.grad = gradient
+
+
+def _leading_to(sinks: Sequence[Any], nodes: set[Any]) -> set[Any]:
+    before: dict[Any, list[Any]] = {}
+    for node in nodes:
+        for behind, _ in edges_of(node):
+            before.setdefault(behind, []).append(node)
+    leading, stack = set(sinks), list(sinks)
+    while stack:
+        for node in before.get(stack.pop(), ()):
+            if node not in leading:
+                leading.add(node)
+                stack.append(node)
+    return leading
 
 
 class _Border:
