@@ -235,7 +235,8 @@ class Passes:
                 # What leads to parameters of a module only must run for this call, or nothing
                 # brings their gradients to the caller. It runs again if there is more to come.
                 may_repeat: set[Any] = set()
-                if any(entry.exported for entry in related):
+                asked = entries.get(call)
+                if asked is not None and asked.exported is not None:
                     may_repeat = nodes - _leading_to(sinks, nodes) - set(leaves)
                 repeats = False
                 behind = walk(n for flight in one.flights for n in flight)[0]
@@ -268,7 +269,7 @@ class Passes:
         except BaseException:
             self._leave(one)
             raise
-        return self._report(one, call, is_run=True, entry=entries.get(call))
+        return self._report(one, call, is_run=True, entry=asked)
 
     def finish(self, name: PassName) -> list[int]:
         """The end of a pass: what has been kept leads to leaves only. Returns who has more."""
@@ -418,22 +419,23 @@ class _Border:
         self._ready = ready
         self._one = one
         self._entered: list[Sequence[Tensor | None]] = []
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
-            self._real = node.apply
-            vars(node)["apply"] = self._apply  # a Python function gives all of its edges at once
-        else:
-            self._handle = node.register_prehook(self._entered.append)
+        is_python = isinstance(node, torch.autograd.function.BackwardCFunction)
+        # A Python function gives all of its edges at once.
+        hook = node.register_hook if is_python else node.register_prehook
+        self._handle = hook(self._left if is_python else self._entered_by)
 
-    def _apply(self, *gradients: Tensor | None) -> Any:
-        out = self._real(*gradients)  # type: ignore[no-untyped-call]
-        flat = out if isinstance(out, tuple) else (out,)
-        needed = [
-            gradient
-            for gradient, is_needed in zip(flat, self._node.needs_input_grad, strict=False)
-            if is_needed
-        ]
-        self._keep([e for e in self._node.next_functions if e[0] is not None], needed)
-        return out
+    def _is_its_pass(self) -> bool:
+        """And not another one that goes through the node at the same time."""
+        run = current_served_run()
+        return run is not None and run.one is self._one
+
+    def _entered_by(self, gradients: Sequence[Tensor | None]) -> None:
+        if self._is_its_pass():
+            self._entered.append(gradients)
+
+    def _left(self, gradients: Sequence[Tensor | None], _: Sequence[Tensor | None]) -> None:
+        if self._is_its_pass():
+            self._keep(self._node.next_functions, gradients)
 
     def _keep(self, edges: Sequence[Any], gradients: Sequence[Tensor | None]) -> None:
         for (node, nr), gradient in zip(edges, gradients, strict=False):
@@ -448,10 +450,7 @@ class _Border:
             self._keep(self._node.next_functions, out if isinstance(out, tuple) else (out,))
 
     def remove(self) -> None:
-        if isinstance(self._node, torch.autograd.function.BackwardCFunction):
-            self._node.__dict__.pop("apply", None)
-        else:
-            self._handle.remove()
+        self._handle.remove()
 
 
 def export_hook(leaf: Tensor) -> None:

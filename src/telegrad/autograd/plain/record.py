@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from telegrad.autograd.plain.messages import ask, begin_to_deliver, deliver, report_of
@@ -110,7 +109,8 @@ class Record:
             for gradient, is_token in zip(found, self.is_token, strict=True)
         ]
         if self.residents is not None:
-            gradients += self._revived(exported, modes)
+            tensors, revive = self.residents.tensors, self.residents.revive
+            gradients += [None] * len(tensors) if exported is None else revive(exported)
         return gradients
 
     def _ask(self, one: Pass, worker: int, modes: Modes) -> Report:
@@ -119,20 +119,3 @@ class Record:
         report = report_of(self._engine.call(worker, ask, args, residents=residents))
         one.later.update(report.later)
         return report
-
-    def _revived(self, exported: Any, modes: Modes) -> list[Tensor | None]:
-        residents = self.residents
-        assert residents is not None
-        if exported is None:
-            return [None] * len(residents.tensors)
-        gradients = list(residents.revive(exported))
-        if modes.create_graph:
-            refuse = torch._C._functions.DelayedError(_NO_SECOND_ORDER, 1)
-            gradients = [None if g is None else refuse(g.requires_grad_()) for g in gradients]
-        return gradients
-
-
-_NO_SECOND_ORDER = (
-    "second derivatives with respect to parameters of a remote module are not supported: compute "
-    "the gradient inside of a function on its worker, by telegrad.call"
-)
