@@ -13,8 +13,7 @@ from torch import nn
 
 import telegrad
 from telegrad import rpc
-from telegrad.autograd.plain import calls as plain_calls
-from telegrad.autograd.plain import engine_here
+from telegrad.autograd.plain import engine_here, sent_calls
 from telegrad.errors import RpcTimeout, TelegradError
 from telegrad.rpc.calls import agent
 from telegrad.rpc.group import current
@@ -338,7 +337,7 @@ def test_a_result_that_cannot_be_unpacked_leaves_nothing_where_it_was_made(monke
     """Because of Ctrl-C, say."""
     x = torch.ones(2, requires_grad=True)
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(plain_calls, "apply_post", press_ctrl_c)
+        patched.setattr(sent_calls, "apply_post", press_ctrl_c)
         telegrad.call("worker1", double, x)
     end = time.monotonic() + PATIENCE
     while telegrad.call("worker1", entries) and time.monotonic() < end:
@@ -351,7 +350,7 @@ def test_a_call_that_ctrl_c_ends_before_it_is_sent_keeps_no_reference(monkeypatc
     stand_in = telegrad.object("worker1", Doubling)
     before = rpc._rref_context_get_debug_info()["num_forks"]
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(plain_calls, "Record", press_ctrl_c)
+        patched.setattr(sent_calls, "Record", press_ctrl_c)
         stand_in.double(1)
     del stand_in
     end = time.monotonic() + PATIENCE

@@ -649,11 +649,89 @@ def test_a_penalty_on_the_gradient_of_the_input_reaches_the_parameters(both):
             torch.testing.assert_close(there.cpu(), here)
 
 
-def test_second_derivatives_of_parameters_are_refused():
-    net = make(True)
-    (gradient,) = torch.autograd.grad(net(inputs()).sum(), net.head.weight, create_graph=True)
-    with pytest.raises(RuntimeError, match="second derivatives with respect to parameters"):
-        gradient.square().sum().backward()
+def gradients(module):
+    return [parameter.grad for parameter in module.parameters()]
+
+
+def norm_of(tensors):
+    return sum(each.cpu().square().sum() for each in tensors)
+
+
+def test_a_penalty_on_the_gradients_of_parameters():
+    def program(far):
+        net, other = make(far), make(far, worker="worker2", seed=2)
+        x = inputs().requires_grad_()
+        loss = (net(x).sin() * other(net(x * 2))).sum()
+        parts = [x, *(p for m in (net, other) for p in m.parameters() if p.requires_grad)]
+        (loss + norm_of(torch.autograd.grad(loss, parts, create_graph=True))).backward()
+        return x.grad, gradients(net), gradients(other)
+
+    same(program, 1e-3)
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def test_third_derivatives_of_parameters():
+    def program(far):
+        net = make(far, mlp)
+        parameters = list(net.parameters())
+        first = torch.autograd.grad(net(inputs()).sin().sum(), parameters, create_graph=True)
+        second = torch.autograd.grad(norm_of(first), parameters, create_graph=True)
+        (norm_of(second) * 1e-4).backward()
+        return gradients(net)
+
+    same(program, 1e-3)
+
+
+def test_meta_learning_through_steps_on_the_parameters():
+    def program(far):
+        net, losses = make(far, mlp), []
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        for _ in range(2):
+            fast = dict(net.named_parameters())
+            for seed in range(2):
+                loss = torch.func.functional_call(net, fast, (inputs(seed),)).square().mean()
+                found = torch.autograd.grad(loss, list(fast.values()), create_graph=True)
+                fast = {n: p - 0.1 * g for (n, p), g in zip(fast.items(), found, strict=True)}
+            loss = torch.func.functional_call(net, fast, (inputs(9),)).sin().sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss)
+        return losses, gradients(net)
+
+    same(program, 1e-4)
+
+
+class Caching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([0.3, 0.4]))
+        self.kept = []
+
+    def forward(self, x):
+        if not self.kept:
+            self.kept.append(self.weight.tanh())
+        return x * self.kept[0]
+
+
+@pytest.mark.parametrize("uses_both", [True, False])
+@pytest.mark.parametrize("way", ["grad", "backward"])
+def test_what_a_module_has_computed_once_leads_to_its_parameters(uses_both, way):
+    """Also if the loss does not use the result of another call, which does so, too."""
+
+    def program(far):
+        net, x = make(far, Caching), torch.ones(2, requires_grad=True)
+        first, second = net(x), net(x * 2)
+        loss = first.sin().sum() + (second.sum() if uses_both else 0)
+        if way == "grad":
+            return torch.autograd.grad(loss, [net.weight, x])
+        loss.backward()
+        return net.weight.grad, x.grad
+
+    same(program, 1e-6)
 
 
 def test_a_module_cannot_be_an_argument():

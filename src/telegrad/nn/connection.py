@@ -34,8 +34,9 @@ from telegrad.nn.module_there import Reference, call_method, changes_since, subm
 from telegrad.remote_calls import RemoteFuture
 from telegrad.rpc.calls.arguments import in_words_of_caller
 from telegrad.tensors.operations import Spec
-from telegrad.tensors.remote_tensor import RemoteTensor, moved_to, respecify
+from telegrad.tensors.remote_tensor import RemoteTensor, moved_there, moved_to, respecify
 from telegrad.tensors.stream import Handle, Stream
+from telegrad.tensors.table import Exported
 
 __all__ = ["Connection"]
 
@@ -197,11 +198,16 @@ class Connection:
             leaves.append(tensor)
         return Reference(tensor.handle.id, needs_gradient)
 
-    def revive(self, exported: Sequence[tuple[int, Spec] | None]) -> list[Tensor | None]:
-        return [
-            None if each is None else RemoteTensor(Handle(self.stream, each[0]), Spec(*each[1]))
-            for each in exported
-        ]
+    def revive(self, exported: Sequence[Exported | None]) -> list[Tensor | None]:
+        """Gradients of what `export` has returned there."""
+        return [self._revived(each) for each in exported]
+
+    def _revived(self, each: Exported | None) -> Tensor | None:
+        if each is None:
+            return None
+        if isinstance(each, Tensor):
+            return moved_there(self.stream, each)
+        return RemoteTensor(Handle(self.stream, each[0]), Spec(*each[1]))
 
     # -- what has changed there
 

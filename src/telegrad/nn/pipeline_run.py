@@ -24,9 +24,12 @@ from torch.futures import Future
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from telegrad.autograd.caller_modes import capture
-from telegrad.autograd.plain import PlainEngine, engine_here
-from telegrad.autograd.plain.calls import refuse_context
-from telegrad.autograd.plain.nodes import refuse_transforms
+from telegrad.autograd.plain import (
+    PlainEngine,
+    engine_here,
+    refuse_context,
+    refuse_transforms,
+)
 from telegrad.autograd.plain.passes import PassName
 from telegrad.autograd.plain.segments import EMPTY, enter, leave
 from telegrad.errors import BackwardError, RemoteError, TelegradError, WorkerLost

@@ -49,8 +49,15 @@ from telegrad.rpc.calls.kept_errors import fail, without_frames
 from telegrad.rpc.calls.outcome import as_exception, described_by_arguments
 from telegrad.rpc.functions import async_execution
 from telegrad.rpc.group import current
-from telegrad.tensors.operations import Spec
-from telegrad.tensors.table import Before, Table, TableKey, export, table_before, tables_here
+from telegrad.tensors.table import (
+    Before,
+    Exported,
+    Table,
+    TableKey,
+    export,
+    table_before,
+    tables_here,
+)
 
 __all__ = [
     "RunPlan",
@@ -357,7 +364,7 @@ class _Run:
             else:
                 totals[i] = before.add_(gradient)
 
-    def totals(self, name: PassName, position: int) -> list[tuple[int, Spec] | None] | None:
+    def totals(self, name: PassName, position: int) -> list[Exported | None] | None:
         gradients = self._totals.pop((name, position), None)
         return None if gradients is None else export(self._table, gradients)
 
@@ -427,7 +434,7 @@ def take_gradients(
 
 def take_totals(
     key: TableKey, run: int, position: int, name: PassName
-) -> list[tuple[int, Spec] | None] | None:
+) -> list[Exported | None] | None:
     """The gradients of a stage's parameters, over all micro-batches of a pass that is through."""
     return _run_of(key, run).totals(name, position)
 

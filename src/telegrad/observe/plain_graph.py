@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.futures import Future
 
 from telegrad.autograd.contexts.message_nodes import AccumulateGrad
-from telegrad.autograd.plain.calls import Record, engine_here
+from telegrad.autograd.plain import engine_here
 from telegrad.autograd.plain.nodes import CollectNode, PostNode, ReceivedNode, StubNode
+from telegrad.autograd.plain.record import Record
 from telegrad.errors import RemoteError, RpcTimeout, WorkerLost
 from telegrad.ids import worker_of
 from telegrad.observe.boxes import Box, DistributedGraph, WorkerGraph

@@ -42,7 +42,7 @@ from telegrad.tensors.operations import (
 from telegrad.tensors.stream import Handle, Stream, stream_of_device
 from telegrad.tensors.table import infer_there, number_of
 
-__all__ = ["RemoteTensor", "moved_to", "respecify", "send", "staying_there"]
+__all__ = ["RemoteTensor", "moved_there", "moved_to", "respecify", "send", "staying_there"]
 
 _aten = torch.ops.aten
 
@@ -261,6 +261,12 @@ def send(stream: Stream, local: Tensor) -> RemoteTensor:
     tensor = RemoteTensor(Handle(stream), spec_of(torch.empty_like(local, device="meta")))
     stream.put(("keep", tensor.handle.id, (local.detach().clone(),), (), {}))
     return tensor
+
+
+def moved_there(stream: Stream, local: Tensor) -> Tensor:
+    """A copy, on a worker, of a tensor that is here. Gradients flow through it."""
+    there: Tensor = _Send.apply(stream, local)  # type: ignore[no-untyped-call]
+    return there
 
 
 def moved_to(stream: Stream, tensor: Tensor) -> RemoteTensor:

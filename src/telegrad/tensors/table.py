@@ -35,6 +35,7 @@ from telegrad.tensors.safe_operations import check_operation
 __all__ = [
     "Batch",
     "Before",
+    "Exported",
     "Failure",
     "Table",
     "TableKey",
@@ -84,6 +85,9 @@ class Failure(NamedTuple):
     batch: int
     text: str
 
+
+Exported = tuple[int, Spec] | Tensor
+"""A gradient for the caller: its id and what it is like, or itself."""
 
 Control = Callable[["Table", tuple[Any, ...]], Any]
 
@@ -431,12 +435,16 @@ def infer_there(table: Table, operation: Operation) -> list[Spec]:
     return [spec_of(each) for each in (result if isinstance(result, tuple | list) else [result])]
 
 
-def export(table: Table, gradients: Sequence[Tensor | None]) -> list[tuple[int, Spec] | None]:
-    """Keeps gradients for the caller; returns how it finds them."""
+def export(table: Table, gradients: Sequence[Tensor | None]) -> list[Exported | None]:
+    """Keeps gradients for the caller; returns how it finds them. One that has a history, because of
+    `create_graph`, goes to the caller with it."""
     for gradient in gradients:
         if gradient is not None and gradient.layout not in (torch.strided, torch.sparse_coo):
             raise NotImplementedError(
                 f"a parameter on a worker has a gradient of layout {gradient.layout}, which remote "
                 "tensors cannot have: let the module compute a dense one"
             )
-    return [None if g is None else (table.keep(g.detach()), spec_of(g)) for g in gradients]
+    return [
+        g if g is None or g.requires_grad else (table.keep(g.detach()), spec_of(g))
+        for g in gradients
+    ]

@@ -173,6 +173,41 @@ def test_results_and_arguments_may_be_nested(group):
     telegrad.call("worker1", take_gradient)
 
 
+def with_unused(x):
+    return telegrad.call("worker2", f, P.cos()), x.sin()
+
+
+def test_a_result_may_be_unused_though_only_it_leads_to_the_arguments(group):
+    x = leaf()
+    telegrad.call("worker1", with_unused, x)[0].sum().backward()
+    assert x.grad is None or not x.grad.any()
+    p, q = (P.detach().clone().requires_grad_() for _ in range(2))
+    torch.tanh(p.cos() * q).sum().backward()
+    torch.testing.assert_close(telegrad.call("worker1", take_gradient), p.grad)
+    torch.testing.assert_close(telegrad.call("worker2", take_gradient), q.grad)
+
+
+seen = []
+
+
+def watched(x):
+    y = torch.tanh(x)
+    torch.autograd.graph.register_multi_grad_hook([y], seen.append)
+    return y
+
+
+def what_was_seen():
+    taken = seen[:]
+    seen.clear()
+    return taken
+
+
+def test_hooks_on_several_tensors_see_the_gradient_of_a_result(group):
+    telegrad.call("worker1", watched, leaf()).sum().backward()
+    ((gradient,),) = telegrad.call("worker1", what_was_seen)
+    assert gradient.tolist() == [1.0] * 3
+
+
 def deep(n, other, me, x):
     if n == 0:
         return x.sin() * P
@@ -306,6 +341,18 @@ def test_what_a_function_has_kept_ends_without_another_call(group):
     while tokens() and time.monotonic() < end:
         rpc.rpc_sync("worker1", tokens)
     assert tokens() == 0
+
+
+def test_nothing_is_left_of_calls_though_the_program_keeps_one_result(group):
+    wait_until_nothing_is_left()
+    kept = far(leaf())
+    for _ in range(100):
+        far(leaf())
+    lifetimes, end = engine_here().lifetimes, time.monotonic() + PATIENCE
+    while lifetimes.notes() > 1 and time.monotonic() < end:
+        time.sleep(0.05)  # nothing but a timer sees to it
+    assert lifetimes.notes() == 1
+    del kept
 
 
 @pytest.mark.parametrize("way", ["inference", "training", "exception", "submit"])

@@ -245,6 +245,16 @@ def test_a_tensor_that_another_worker_brought_has_no_way_back(group):
     telegrad.call("worker2", kept.clear)
 
 
+def test_grad_does_not_leave_out_what_another_worker_brought(group):
+    """Though the tensors that it is asked for have another way as well."""
+    x = torch.ones(4, dtype=DOUBLE, requires_grad=True)
+    telegrad.call("worker1", keep_by, "worker2", x)
+    y = telegrad.call("worker2", use_kept, torch.zeros(4, dtype=DOUBLE))
+    with pytest.raises(BackwardError, match=r"kept from a call by worker 'worker1'"):
+        torch.autograd.grad(y.sum() + x.sum(), x)
+    telegrad.call("worker2", kept.clear)
+
+
 def test_a_tensor_that_was_kept_gets_its_gradient_though_its_call_returned_nothing(group):
     x, z = (torch.ones(4, dtype=DOUBLE, requires_grad=True) for _ in range(2))
     telegrad.call("worker2", keep, x)

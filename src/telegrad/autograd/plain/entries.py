@@ -74,6 +74,8 @@ class Entry:
         below: the calls that what was returned depends on, this one first.
         shares: other entries that reach nodes of this one.
         exported: leaves whose gradients the caller gets, with what makes them ready for that.
+        of_pass: the pass whose gradients these are, if they are gradients that are recorded: it
+            brings none for them itself.
     """
 
     def __init__(
@@ -81,8 +83,10 @@ class Entry:
         call: int,
         edges: Sequence[GradientEdge],
         exported: tuple[Sequence[Tensor], Export] | None,
+        of_pass: tuple[int, int] | None,
     ) -> None:
         self.call = call
+        self.of_pass = of_pass
         self.edges = edges
         self.exported = exported
         self.nodes, self.leaves, self.sinks = walk(edge.node for edge in edges)
@@ -133,8 +137,10 @@ class Entries:
         call: int,
         tensors: Sequence[Tensor],
         exported: tuple[Sequence[Tensor], Export] | None = None,
+        *,
+        of_pass: tuple[int, int] | None = None,
     ) -> Entry:
-        entry = Entry(call, list(map(_edge_of, tensors)), exported)
+        entry = Entry(call, list(map(_edge_of, tensors)), exported, of_pass)
         with self.lock:
             shared = self._users.keys() & entry.nodes
             self._users.update(dict.fromkeys(entry.nodes - shared, entry))

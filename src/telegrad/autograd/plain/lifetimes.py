@@ -152,8 +152,13 @@ class Lifetimes:
             if not self._is_being_made(call):
                 self._being_made.pop(call, None)
         has_kept = self.tokens or self.values or len(self._entries) or len(self._passes)
-        if has_kept or self._dead_posts.has_any() or self._dead_sinks.has_any():
+        has_notes = [notes.has_any() for notes in (self._dead_posts, self._dead_sinks)]
+        if has_kept or any(has_notes):
             self.watch()
+
+    def notes(self) -> int:
+        """How many there are, those included that have died since the last look."""
+        return len(self._dead_posts) + len(self._dead_sinks)
 
     def flush(self) -> None:
         """Tells every worker what has died here."""

@@ -31,7 +31,7 @@ from telegrad.autograd.contexts.message_nodes import current_wave
 from telegrad.errors import BackwardError, TelegradError
 
 if TYPE_CHECKING:
-    from telegrad.autograd.plain.calls import Record
+    from telegrad.autograd.plain.record import Record
     from telegrad.autograd.plain.segments import Begin, End
 
 __all__ = [

@@ -35,8 +35,11 @@ class Notes:
         self._waiting: dict[int, queue.SimpleQueue[int]] = {}
         self._made: dict[int, weakref.ref[Note]] = {}
 
+    def __len__(self) -> int:
+        return len(self._made)
+
     def has_any(self) -> bool:
-        """Whether there is something to tell, or will be."""
+        """Whether there is something to tell, or will be. Forgets the notes that have died."""
         for call, note in list(self._made.items()):
             if note() is None:
                 self._made.pop(call, None)

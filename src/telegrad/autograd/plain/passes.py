@@ -15,12 +15,13 @@ So a hook on a shared part, or on a leaf that several calls use, sees the total,
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from telegrad.autograd.local.waves import use_up_warning
 from telegrad.autograd.plain.entries import Entries, Entry, Walk, edges_of, walk
@@ -33,7 +34,7 @@ from telegrad.autograd.thread_state import peek, stash
 from telegrad.errors import BackwardError
 
 if TYPE_CHECKING:
-    from telegrad.autograd.plain.calls import Record
+    from telegrad.autograd.plain.record import Record
 
 __all__ = [
     "Modes",
@@ -51,6 +52,11 @@ PassName = tuple[int, int]
 
 _torchs_engine: Any = torch.autograd.Variable._execution_engine
 _RUN = "telegrad.autograd.plain.run"
+_mark = get_gradient_edge(torch.zeros((), requires_grad=True))
+"""A leaf that all such runs have as a second root: a pass inside of one, of a hook, say, does not
+run it. With a single root, torch takes that for a node that will not run, and hooks of
+`register_multi_grad_hook` on it are not called."""
+_MARK_GRADIENT = torch.zeros(())
 
 
 class Modes(NamedTuple):
@@ -87,8 +93,9 @@ class Report(NamedTuple):
 class Pass:
     """What one pass has kept on one worker, and what it waits for."""
 
-    def __init__(self, name: PassName) -> None:
+    def __init__(self, name: PassName, lock: threading.RLock) -> None:
         self.name = name
+        self._lock = lock  # that of the entries; guards the two below
         self.kept: dict[tuple[Any, int], Tensor] = {}
         self.kept_at: dict[Any, list[tuple[Any, int]]] = {}  # by node
         self.delivered: set[Entry] = set()
@@ -109,28 +116,28 @@ class Pass:
         return list({*self.delivered, *(e for d in self.delivered for e in d.shares)})
 
     def keep(self, edge: tuple[Any, int], gradient: Tensor) -> None:
-        before = self.kept.get(edge)
-        if before is None:
-            self.kept_at.setdefault(edge[0], []).append(edge)
-        self.kept[edge] = gradient if before is None else before + gradient
+        with self._lock:
+            before = self.kept.get(edge)
+            if before is None:
+                self.kept_at.setdefault(edge[0], []).append(edge)
+            self.kept[edge] = gradient if before is None else before + gradient
 
     def take(self, nodes: set[Any]) -> list[tuple[GradientEdge, Tensor]]:
         """What was kept for any of these nodes."""
-        edges = [edge for node in nodes for edge in self.kept_at.pop(node, ())]
-        return [(GradientEdge(*edge), self.kept.pop(edge)) for edge in edges]
+        with self._lock:
+            edges = [edge for node in nodes for edge in self.kept_at.pop(node, ())]
+            return [(GradientEdge(*edge), self.kept.pop(edge)) for edge in edges]
 
 
 class Run:
     """One run of torch's engine that belongs to a pass.
 
     Args:
-        node: one that it runs and that is no root: torch does not count a single root in.
         modes: None for a pass that began here: torch knows.
     """
 
-    def __init__(self, one: Pass, node: Any = None, modes: Modes | None = None) -> None:
+    def __init__(self, one: Pass, modes: Modes | None = None) -> None:
         self.one = one
-        self.node = node
         self._modes = modes
         self.waits: list[Callable[[], Report]] = []
         self.exports: set[int] = set()
@@ -142,10 +149,6 @@ class Run:
             return Modes(keeps_graph(), create_graph, accumulates())
         return self._modes._replace(create_graph=create_graph)
 
-    def is_current(self) -> bool:
-        """Whether the engine is in this run, and not in a pass inside of it, of a hook, say."""
-        return self.node is None or will_run(self.node)
-
     def wait_all(self) -> None:
         while self.waits:
             self.waits.pop()()
@@ -154,7 +157,7 @@ class Run:
 def current_served_run() -> Run | None:
     """The run that the engine is in on this thread, if gradients from elsewhere have begun it."""
     run: Run | None = peek(_RUN, None)
-    return run if run is not None and run.is_current() else None
+    return run if run is not None and will_run(_mark.node) else None
 
 
 class Passes:
@@ -229,31 +232,44 @@ class Passes:
                 related = entries.related_to(call, accumulate=modes.accumulate)
                 starts = {n for entry in related for n in entry.nodes if n in one.kept_at}
                 nodes, leaves, sinks = walk(starts)
+                # What leads to parameters of a module only must run for this call, or nothing
+                # brings their gradients to the caller. It runs again if there is more to come.
+                may_repeat: set[Any] = set()
+                asked = entries.get(call)
+                if asked is not None and asked.exported is not None:
+                    may_repeat = nodes - _leading_to(sinks, nodes) - set(leaves)
+                repeats = False
                 behind = walk(n for flight in one.flights for n in flight)[0]
                 ready = set()
                 for node in nodes:
                     if entries.may_run_in_parts(node, accumulate=modes.accumulate):
                         ready.add(node)
                         continue
-                    users = entries.users(node)
-                    if (
-                        node not in behind
-                        and any(call in user.below for user in users)
-                        and all(user in one.delivered or call in user.below for user in users)
-                    ):
+                    users = [user for user in entries.users(node) if user.of_pass != name]
+                    if node in behind:
+                        continue
+                    is_ready = any(call in user.below for user in users) and all(
+                        user in one.delivered or call in user.below for user in users
+                    )
+                    if is_ready or node in may_repeat:
                         ready.add(node)
+                        repeats |= not is_ready
                 # The engine goes any way that leads to a leaf, also through a node that is not
                 # ready: such a leaf must wait, too.
                 ready -= walk(nodes - ready)[0]
                 pairs = one.take(ready)
+                one.flights.append(ready)  # before another thread looks for what is ready
                 concerned = one.concerned()
             border = [n for n in ready if any(m not in ready for m, _ in edges_of(n))]
             part = Walk(ready, [n for n in leaves if n in ready], [n for n in sinks if n in ready])
-            self._run(one, pairs, part, border, modes, concerned)
+            once = modes._replace(keep_graph=modes.keep_graph or repeats)
+            self._run(one, pairs, part, border, once, concerned)
+            with entries.lock:
+                one.flights = [flight for flight in one.flights if flight is not ready]
         except BaseException:
             self._leave(one)
             raise
-        return self._report(one, call, is_run=True, entry=entries.get(call))
+        return self._report(one, call, is_run=True, entry=asked)
 
     def finish(self, name: PassName) -> list[int]:
         """The end of a pass: what has been kept leads to leaves only. Returns who has more."""
@@ -292,7 +308,7 @@ class Passes:
         with self._entries.lock:
             one = self._own_pass(name[1]) if name[0] == self._worker_id else None
             if one is None:
-                one = self._passes.setdefault(name, Pass(name))
+                one = self._passes.setdefault(name, Pass(name, self._entries.lock))
             one.messages += 1
             return one
 
@@ -347,8 +363,7 @@ class Passes:
             targets += [n for n in leaves if id(n.variable) in exports]
         if not pairs or not targets:
             return
-        roots = {edge.node for edge, _ in pairs}
-        run = Run(one, next((n for n in targets if n not in roots), None), modes)
+        run = Run(one, modes)
         run.exports = set(exports)
         borders = [_Border(node, ready, one) for node in border]
         aside = [(t, t.grad) for t in exports.values() if t.grad is not None]
@@ -358,17 +373,16 @@ class Passes:
             use_up_warning()
         outer = peek(_RUN, None)
         stash(_RUN, run)
-        one.flights.append(ready)
         try:
             with torch.enable_grad():  # else create_graph has no effect
                 # torch.autograd.backward without its checks of what users pass, which take longer
                 # than a small graph does.
                 _torchs_engine.run_backward(
-                    tuple([edge for edge, _ in pairs]),
-                    tuple([gradient for _, gradient in pairs]),
+                    (*[edge for edge, _ in pairs], _mark),
+                    (*[gradient for _, gradient in pairs], _MARK_GRADIENT),
                     modes.keep_graph or bool(border),
                     modes.create_graph,
-                    tuple([GradientEdge(n, 0) for n in targets]),
+                    (*[GradientEdge(n, 0) for n in targets], _mark),
                     True,
                     True,
                 )
@@ -377,11 +391,24 @@ class Passes:
             run.wait_all()
         finally:
             stash(_RUN, outer)
-            one.flights = [flight for flight in one.flights if flight is not ready]
             for each in borders:
                 each.remove()
             for tensor, gradient in aside:
                 tensor.grad = gradient
+
+
+def _leading_to(sinks: Sequence[Any], nodes: set[Any]) -> set[Any]:
+    before: dict[Any, list[Any]] = {}
+    for node in nodes:
+        for behind, _ in edges_of(node):
+            before.setdefault(behind, []).append(node)
+    leading, stack = set(sinks), list(sinks)
+    while stack:
+        for node in before.get(stack.pop(), ()):
+            if node not in leading:
+                leading.add(node)
+                stack.append(node)
+    return leading
 
 
 class _Border:
@@ -392,22 +419,23 @@ class _Border:
         self._ready = ready
         self._one = one
         self._entered: list[Sequence[Tensor | None]] = []
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
-            self._real = node.apply
-            vars(node)["apply"] = self._apply  # a Python function gives all of its edges at once
-        else:
-            self._handle = node.register_prehook(self._entered.append)
+        is_python = isinstance(node, torch.autograd.function.BackwardCFunction)
+        # A Python function gives all of its edges at once.
+        hook = node.register_hook if is_python else node.register_prehook
+        self._handle = hook(self._left if is_python else self._entered_by)
 
-    def _apply(self, *gradients: Tensor | None) -> Any:
-        out = self._real(*gradients)  # type: ignore[no-untyped-call]
-        flat = out if isinstance(out, tuple) else (out,)
-        needed = [
-            gradient
-            for gradient, is_needed in zip(flat, self._node.needs_input_grad, strict=False)
-            if is_needed
-        ]
-        self._keep([e for e in self._node.next_functions if e[0] is not None], needed)
-        return out
+    def _is_its_pass(self) -> bool:
+        """And not another one that goes through the node at the same time."""
+        run = current_served_run()
+        return run is not None and run.one is self._one
+
+    def _entered_by(self, gradients: Sequence[Tensor | None]) -> None:
+        if self._is_its_pass():
+            self._entered.append(gradients)
+
+    def _left(self, gradients: Sequence[Tensor | None], _: Sequence[Tensor | None]) -> None:
+        if self._is_its_pass():
+            self._keep(self._node.next_functions, gradients)
 
     def _keep(self, edges: Sequence[Any], gradients: Sequence[Tensor | None]) -> None:
         for (node, nr), gradient in zip(edges, gradients, strict=False):
@@ -422,10 +450,7 @@ class _Border:
             self._keep(self._node.next_functions, out if isinstance(out, tuple) else (out,))
 
     def remove(self) -> None:
-        if isinstance(self._node, torch.autograd.function.BackwardCFunction):
-            self._node.__dict__.pop("apply", None)
-        else:
-            self._handle.remove()
+        self._handle.remove()
 
 
 def export_hook(leaf: Tensor) -> None:

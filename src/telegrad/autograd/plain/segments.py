@@ -1,8 +1,8 @@
 """Pieces of a graph between which the caller moves tensors and gradients itself.
 
-A recorded call (`calls`) takes its tensors there and brings the gradients back. A pipeline does not
-wait for replies, and its tensors go from stage to stage, so it uses these functions instead. At a
-stage, `receive` begins a piece with the tensors that came, `keep` ends it with those that leave,
+A recorded call (`engine`) takes its tensors there and brings the gradients back. A pipeline does
+not wait for replies, and its tensors go from stage to stage, so it uses these functions instead. At
+a stage, `receive` begins a piece with the tensors that came, `keep` ends it with those that leave,
 and `run_back` runs gradients through it. At the driver, `enter` and `leave` stand for all pieces in
 between::
 
@@ -17,11 +17,12 @@ from typing import Protocol
 
 from torch import Tensor
 
-from telegrad.autograd.plain.calls import as_served, engine_here
 from telegrad.autograd.plain.entries import Export
+from telegrad.autograd.plain.messages import engine_here
 from telegrad.autograd.plain.nodes import EMPTY, apply_collect, apply_post, apply_received
 from telegrad.autograd.plain.notes import Note
 from telegrad.autograd.plain.passes import Modes, PassName, Report, watch_exported
+from telegrad.autograd.plain.serving import as_served
 from telegrad.errors import BackwardError
 
 __all__ = ["EMPTY", "Begin", "End", "enter", "keep", "leave", "receive", "run_back", "served"]

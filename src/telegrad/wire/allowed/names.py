@@ -79,9 +79,9 @@ OWN_FUNCTIONS: Final[frozenset[Place]] = frozenset(
         ("telegrad.autograd.contexts.attachment", "_backward_at_owner"),
         ("telegrad.observe.context_graph", "describe_here"),
         # Backward passes of plain calls take numbers and tensors.
-        ("telegrad.autograd.plain.calls", "_deliver"),
-        ("telegrad.autograd.plain.calls", "_ask"),
-        ("telegrad.autograd.plain.calls", "_finish"),
+        ("telegrad.autograd.plain.messages", "deliver"),
+        ("telegrad.autograd.plain.messages", "ask"),
+        ("telegrad.autograd.plain.messages", "finish"),
         ("telegrad.observe.plain_graph", "_describe"),
         # These check the function, or the method, that they run.
         ("telegrad.remote_calls", "_run_in_modes"),
