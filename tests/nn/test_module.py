@@ -656,6 +656,46 @@ def test_second_derivatives_of_parameters_are_refused():
         gradient.square().sum().backward()
 
 
+@pytest.mark.parametrize("wanted", ["input", "behind", "itself", "before"])
+@pytest.mark.parametrize("submitted", [True, False])
+def test_no_second_derivative_is_left_out(wanted, submitted):
+    """`torch.autograd.grad` and `inputs=` run only what leads to what is wanted."""
+    behind, net, before = nn.Linear(6, 6), make(True), make(True, worker="worker2")
+    x = inputs().requires_grad_()
+    y = before(x)
+    y = behind(net.submit(y).result() if submitted else net(y))
+    (gradient,) = torch.autograd.grad(y.square().sum(), net.head.weight, create_graph=True)
+    leaf = {
+        "input": x,
+        "behind": behind.weight,
+        "itself": net.head.weight,
+        "before": before.head.weight,
+    }[wanted]
+    loss = gradient.square().sum().cpu() + leaf.square().sum().cpu()
+    message = "compute the gradient, and what depends on it, in a method"
+    with pytest.raises(RuntimeError, match=message):
+        torch.autograd.grad(loss, leaf, retain_graph=True)
+    with pytest.raises(RuntimeError, match=message):
+        loss.backward(inputs=[leaf])
+
+
+class Penalized(nn.Linear):
+    def penalty(self, x):
+        loss = self(x).square().sum()
+        gradients = torch.autograd.grad(loss, list(self.parameters()), create_graph=True)
+        return sum(each.square().sum() for each in gradients)
+
+
+def test_a_method_may_compute_second_derivatives():
+    def program(far):
+        net = make(far, Penalized, 6, 6)
+        penalty = net.penalty(inputs())
+        penalty.backward()
+        return penalty, [p.grad for p in net.parameters()]
+
+    same(program)
+
+
 def test_a_module_cannot_be_an_argument():
     with pytest.raises(TelegradError, match="call it here and send its result"):
         telegrad.call("worker2", type, make(True))

@@ -231,7 +231,7 @@ class Record:
             for gradient, is_token in zip(found, self.is_token, strict=True)
         ]
         if self.residents is not None:
-            gradients += self._revived(exported, modes)
+            gradients += self._revived(exported, one, modes)
         return gradients
 
     def _ask(self, one: Pass, worker: int, modes: Modes) -> Report:
@@ -239,28 +239,36 @@ class Record:
         args = (*one.name, self.call, modes.as_bits())
         if modes.create_graph:
             residents = self.residents if worker == self.to else None
-            answer = engine.call_async(worker, _ask, args, residents=residents)()
+            answer = engine.call_async(
+                worker, _ask, args, residents=residents, keep_token=one.tokens
+            )()
         else:
             answer = engine.agent.call(worker, _ask, args, timeout=_NO_TIMEOUT)
         report = _report(answer)
         one.later.update(report.later)
         return report
 
-    def _revived(self, exported: Any, modes: Modes) -> list[Tensor | None]:
+    def _revived(self, exported: Any, one: Pass, modes: Modes) -> list[Tensor | None]:
         residents = self.residents
         assert residents is not None
         if exported is None:
             return [None] * len(residents.tensors)
         gradients = list(residents.revive(exported))
         if modes.create_graph:
-            refuse = torch._C._functions.DelayedError(_NO_SECOND_ORDER, 1)
-            gradients = [None if g is None else refuse(g.requires_grad_()) for g in gradients]
+            # The error hangs on whatever they depend on: torch.autograd.grad runs no node that
+            # does not lead to its inputs, and would leave out what it cannot reach.
+            own = self._engine.lifetimes.tokens.get(self.call)
+            tokens = one.tokens if own is None else [*one.tokens, own]
+            refuse = torch._C._functions.DelayedError(_NO_SECOND_ORDER, 1 + len(tokens))
+            gradients = [
+                None if g is None else refuse(g.requires_grad_(), *tokens)[0] for g in gradients
+            ]
         return gradients
 
 
 _NO_SECOND_ORDER = (
-    "second derivatives with respect to parameters of a remote module are not supported: compute "
-    "the gradient inside of a function on its worker, by telegrad.call"
+    "second derivatives with respect to parameters of a remote module are not supported here: "
+    "compute the gradient, and what depends on it, in a method of the module's class"
 )
 
 
