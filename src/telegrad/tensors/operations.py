@@ -136,7 +136,8 @@ def plan_of(func: Any) -> Plan:
     if torch.Tag.inplace_view in func.tags:
         raise NotImplementedError(
             f"{name} would change the shape of a remote tensor in place: use the operation that "
-            "returns a new tensor"
+            "returns a new tensor, or do it in a method of the module's class (also to register "
+            "parametrizations)"
         )
     returns = func._schema.returns
     written = tuple(
