@@ -187,7 +187,12 @@ class Record:
         if modes.create_graph:
             args = (*about, *gradients)
             wait = engine.call_async(
-                self.to, _deliver, args, residents=self.residents, keep_token=one.tokens
+                self.to,
+                _deliver,
+                args,
+                timeout=_NO_TIMEOUT,
+                residents=self.residents,
+                keep_token=one.tokens,
             )
         else:
             wait = engine.begin_to_deliver(self.to, about, gradients)
@@ -240,7 +245,12 @@ class Record:
         if modes.create_graph:
             residents = self.residents if worker == self.to else None
             answer = engine.call_async(
-                worker, _ask, args, residents=residents, keep_token=one.tokens
+                worker,
+                _ask,
+                args,
+                timeout=_NO_TIMEOUT,
+                residents=residents,
+                keep_token=one.tokens,
             )()
         else:
             answer = engine.agent.call(worker, _ask, args, timeout=_NO_TIMEOUT)
@@ -404,7 +414,7 @@ class PlainEngine:
                 sent.record.call,
                 (sent.head, sent.encoded.payload),
                 sent.encoded.buffers,
-                timeout or None,
+                (agent.rpc_timeout if timeout is None else timeout) or None,
                 sent.what,
                 sent.flags,
                 sent.encoded.references,
@@ -497,7 +507,7 @@ class PlainEngine:
             sent.record.call,
             (sent.head, sent.encoded.payload),
             sent.encoded.buffers,
-            timeout or _NO_TIMEOUT,
+            timeout,
         )
         return call.future
 
@@ -862,7 +872,8 @@ def record_call(
     """Runs `func` on worker `to`, so that `loss.backward()` goes through it.
 
     Args:
-        timeout: in seconds; None for none, since the loss of the worker ends the wait in any case.
+        timeout: in seconds; None for that of the group, and 0 for none: the loss of the worker
+            ends the wait in any case.
         residents: tensors that are there and get gradients by this call.
     """
     return engine_here().call(to, func, args, kwargs, timeout=timeout, residents=residents)
