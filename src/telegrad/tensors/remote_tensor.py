@@ -80,6 +80,8 @@ def is_staying_there() -> bool:
 
 
 _grad: Any = torch._C.TensorBase.grad
+_refuse_pointers: Callable[[Tensor], None] = torch._C._set_throw_on_mutable_data_ptr
+"""Makes torch's own code raise an error where it would read from address 0."""
 
 
 class RemoteTensor(Tensor):
@@ -117,6 +119,8 @@ class RemoteTensor(Tensor):
             layout=spec.layout,
             device=handle.stream.device,
         )
+        if is_dense:
+            _refuse_pointers(tensor)
         tensor.handle = handle
         tensor.spec = spec
         tensor.together = None
