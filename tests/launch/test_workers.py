@@ -8,14 +8,17 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
+from functools import partial
 
 import pytest
 import torch
+from torch import nn
 
 import telegrad
 from scripts import is_alive, run, running, until
 from telegrad import rpc
-from telegrad.errors import LaunchError, NotInitialized, TelegradError, WorkerLost
+from telegrad.errors import LaunchError, NotInitialized, RpcTimeout, TelegradError, WorkerLost
 from telegrad.launch import workers
 
 
@@ -87,6 +90,35 @@ def test_a_gradient_comes_back_from_a_worker():
         x = torch.ones(2, requires_grad=True)
         telegrad.autograd.backward(context, [call("a", torch.mul, x, 3.0).sum()])
         assert telegrad.autograd.get_gradients(context)[x].tolist() == [3.0, 3.0]
+
+
+permitted = threading.Event()  # of the worker
+
+
+def permit():
+    permitted.set()
+
+
+class Waiting(nn.Module):
+    def forward(self, x):
+        permitted.wait(60.0)
+        return x
+
+
+@pytest.mark.parametrize("how", ["call", "submit", "object", "module"])
+def test_rpc_timeout_limits_every_call(how):
+    with telegrad.workers("a", rpc_timeout=0.5):
+        if how == "call":
+            waits = partial(telegrad.call, "a", Waiting())
+        elif how == "submit":
+            waits = telegrad.module("a", Waiting).submit(torch.ones(1)).result
+        elif how == "object":
+            waits = telegrad.object("a", Waiting).forward
+        else:
+            waits = telegrad.module("a", Waiting)
+        with pytest.raises(RpcTimeout, match=r"worker 'a' did not answer .* within 0\.5 s"):
+            waits(*() if how == "submit" else (torch.ones(1),))
+        telegrad.call("a", permit)
 
 
 def test_the_cores_are_shared_out_between_the_workers(monkeypatch):

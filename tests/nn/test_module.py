@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 from torch.utils._pytree import tree_leaves
 
 import telegrad
@@ -206,6 +207,64 @@ def test_parts_are_instances_of_their_classes():
         return make(far).apply(init).state_dict()
 
     same(program)
+
+
+class Normed(nn.Module):
+    """torch makes the classes of its parts where they are made: they have no name elsewhere."""
+
+    def __init__(self):
+        super().__init__()
+        self.one = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6))
+        self.two = nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
+
+    def forward(self, x):
+        return self.two(self.one(x))
+
+
+def test_parts_whose_class_is_not_known_here_are_instances_of_its_bases():
+    def program(far):
+        net = make(far, Normed)
+        assert [isinstance(part, nn.Linear) for part in (net.one, net.two)] == [True, True]
+        optimizer = torch.optim.Adam(net.parameters())
+        for seed in range(3):
+            net(inputs(seed)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        net.load_state_dict(copy.deepcopy(net.state_dict()))
+        return net.state_dict(), list(net.state_dict())
+
+    same(program)
+
+
+class Counted(nn.Linear):
+    """Has state that is not a tensor."""
+
+    count = 0
+
+    def get_extra_state(self):
+        return self.count
+
+    def set_extra_state(self, state):
+        self.count = state
+
+
+def counted_privately(base):
+    class Private(base):
+        pass
+
+    if base is nn.Linear:
+        Private.get_extra_state = Counted.get_extra_state
+        Private.set_extra_state = Counted.set_extra_state
+        Private.count = 0
+    return Private(2, 2)
+
+
+@pytest.mark.parametrize("base", [nn.Linear, Counted])
+def test_extra_state_is_that_of_the_real_class(base):
+    net, other = make(True, counted_privately, base), make(True, counted_privately, base)
+    net.count = 5
+    other.load_state_dict(net.state_dict())
+    assert other.count == 5
 
 
 def test_a_remote_tensor_is_an_argument_without_moving():
@@ -602,6 +661,10 @@ def test_what_cannot_be_done_from_here_is_refused():
     other = make(True, worker="worker2")
     with pytest.raises(RuntimeError, match="copy_ copies from one worker to another"):
         net.frozen = other.frozen
+    with pytest.raises(NotImplementedError, match="register parametrizations"):
+        nn.utils.parametrizations.spectral_norm(net.head)
+    with pytest.raises(TelegradError, match="none can be added from here"):
+        prune.identity(net.head, "weight")
     net(inputs())  # it goes on
 
 
@@ -732,6 +795,46 @@ def test_what_a_module_has_computed_once_leads_to_its_parameters(uses_both, way)
         return net.weight.grad, x.grad
 
     same(program, 1e-6)
+
+
+@pytest.mark.parametrize("wanted", ["input", "behind", "itself", "before"])
+@pytest.mark.parametrize("submitted", [True, False])
+def test_no_second_derivative_is_left_out(wanted, submitted):
+    """`torch.autograd.grad` and `inputs=` run only what leads to what is wanted."""
+    behind, net, before = nn.Linear(6, 6), make(True), make(True, worker="worker2")
+    x = inputs().requires_grad_()
+    y = before(x)
+    y = behind(net.submit(y).result() if submitted else net(y))
+    (gradient,) = torch.autograd.grad(y.square().sum(), net.head.weight, create_graph=True)
+    leaf = {
+        "input": x,
+        "behind": behind.weight,
+        "itself": net.head.weight,
+        "before": before.head.weight,
+    }[wanted]
+    loss = gradient.square().sum().cpu() + leaf.square().sum().cpu()
+    message = "compute the gradient, and what depends on it, in a method"
+    with pytest.raises(RuntimeError, match=message):
+        torch.autograd.grad(loss, leaf, retain_graph=True)
+    with pytest.raises(RuntimeError, match=message):
+        loss.backward(inputs=[leaf])
+
+
+class Penalized(nn.Linear):
+    def penalty(self, x):
+        loss = self(x).square().sum()
+        gradients = torch.autograd.grad(loss, list(self.parameters()), create_graph=True)
+        return sum(each.square().sum() for each in gradients)
+
+
+def test_a_method_may_compute_second_derivatives():
+    def program(far):
+        net = make(far, Penalized, 6, 6)
+        penalty = net.penalty(inputs())
+        penalty.backward()
+        return penalty, [p.grad for p in net.parameters()]
+
+    same(program)
 
 
 def test_a_module_cannot_be_an_argument():

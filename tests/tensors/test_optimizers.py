@@ -104,6 +104,12 @@ def test_lbfgs_works_on_the_parameters_of_one_worker():
     same(program, 1e-5)
 
 
+def test_lbfgs_says_that_it_needs_all_parameters_on_one_worker():
+    optimizer = torch.optim.LBFGS(model(True).parameters())
+    with pytest.raises(RuntimeError, match="this process: make one module"):
+        optimizer.step(pytest.fail)
+
+
 class Sign(torch.optim.Optimizer):
     """An optimizer that torch does not know."""
 

@@ -203,6 +203,13 @@ def test_what_needs_memory_of_this_process_is_refused(p):
             use()
 
 
+def test_code_of_torch_that_takes_a_pointer_gets_an_error(p):
+    with pytest.raises(RuntimeError, match="Cannot access data pointer"):
+        torch.utils.dlpack.to_dlpack(p.detach())  # is not asked for by the tensor's own methods
+    with pytest.raises(RuntimeError, match="data is not allocated"):
+        torch.tensor([p.detach()[0, 0], p.detach()[0, 1]])
+
+
 def test_an_operation_that_fails_is_raised_by_the_next_wait(p):
     square = p.detach()[:, :6]
     broken = torch.linalg.cholesky(-(square @ square.T)) + 1

@@ -51,11 +51,12 @@ class PartThere:
     Args:
         path: its name within the whole module; empty for that itself.
         number: of the part. One that is met under several paths has one number.
+        classes: modules and names of its class and of the bases that treat extra state as it does.
     """
 
     path: str
     number: int
-    cls: tuple[str, str]
+    classes: Sequence[tuple[str, str]]
     is_training: bool
     parameters: dict[str, TensorThere | None]
     buffers: dict[str, TensorThere | None]
@@ -106,6 +107,14 @@ _keys_of: Callable[[Any], Iterable[str]] = operator.methodcaller("keys")
 _values_of: Callable[[Any], Iterable[Any]] = operator.methodcaller("values")
 
 
+def _classes_of(cls: type[nn.Module]) -> list[tuple[str, str]]:
+    return [
+        (each.__module__, each.__qualname__)
+        for each in cls.__mro__
+        if issubclass(each, nn.Module) and each.get_extra_state is cls.get_extra_state
+    ]
+
+
 class Made:
     def __init__(self, module: nn.Module, table: Table) -> None:
         self.module = module
@@ -131,12 +140,11 @@ class Made:
         parts = []
         for path, part in self._parts:
             dot = f"{path}." if path else ""
-            cls = type(part)
             parts.append(
                 PartThere(
                     path=path,
                     number=self._numbers[id(part)],
-                    cls=(cls.__module__, cls.__qualname__),
+                    classes=_classes_of(type(part)),
                     is_training=part.training,
                     parameters={k: self._there(dot + k) for k in list(part._parameters.keys())},
                     buffers={k: self._there(dot + k) for k in list(part._buffers.keys())},

@@ -6,8 +6,8 @@ on them. A call is one message: `forward`, or another public method, runs on the
 
 What either side changes, the other learns with the next call: see `telegrad.nn.connection`.
 
-A shell says it is an instance of the real part's class, if this process knows that class. So
-functions for `apply` that ask `isinstance(part, nn.Linear)` find what they look for.
+A shell says it is an instance of the real part's class, or of the nearest base that this process
+knows. So functions for `apply` that ask `isinstance(part, nn.Linear)` find what they look for.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ class PlacedPart(nn.Module):
         self._path = there.path
         self._number = there.number
         self._is_removed = False
-        self._class = _known_class(there.cls)
-        self._class_name = there.cls[1].rpartition(".")[2]
+        self._class = next(filter(None, map(_known_class, there.classes)), None)
+        self._class_name = there.classes[0][1].rpartition(".")[2]
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -220,7 +220,10 @@ class PlacedPart(nn.Module):
             TelegradError: this tensor cannot be put there under this name.
         """
         if name not in self._parameters and name not in self._buffers:
-            raise TelegradError(f"{self._where()} has no parameter or buffer {name!r}")
+            raise TelegradError(
+                f"{self._where()} has no parameter or buffer {name!r}, and none can be added from "
+                "here: do it in its __init__ or in another method of the class"
+            )
         if isinstance(value, Tensor) and not isinstance(value, RemoteTensor):
             raise TelegradError(
                 f"{name!r} is a tensor of this process, and belongs to {self._where()}: copy_ it "

@@ -2,6 +2,7 @@
 
     caller                                          worker
     remote_tensor ── operations      table ── operations
+    special_operations                 │
           │                            │
         stream ──── batches, calls ────┘
           │                            │
@@ -12,6 +13,7 @@ are `RemoteTensor`, what moves tensors between here and there, `Stream` for what
 a worker after the operations that were sent before, and `synchronize`.
 """
 
+from telegrad.tensors import special_operations  # noqa: F401 - registers itself
 from telegrad.tensors.fetching import fetch
 from telegrad.tensors.remote_tensor import RemoteTensor, moved_to, send
 from telegrad.tensors.stream import Handle, Stream, attach, stream_to, synchronize

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,9 +25,12 @@ __all__ = [
     "Spec",
     "function",
     "infer",
+    "kind_of",
     "meta_of",
     "plan_of",
     "spec_of",
+    "tensors_in",
+    "written_by",
 ]
 
 Operation = tuple[
@@ -122,6 +125,7 @@ _TAKE_LOCAL_TENSORS = {
 """Indices are often made here."""
 
 
+@functools.cache
 def plan_of(func: Any) -> Plan:
     """
     Raises:
@@ -136,7 +140,8 @@ def plan_of(func: Any) -> Plan:
     if torch.Tag.inplace_view in func.tags:
         raise NotImplementedError(
             f"{name} would change the shape of a remote tensor in place: use the operation that "
-            "returns a new tensor"
+            "returns a new tensor, or do it in a method of the module's class (also to register "
+            "parametrizations)"
         )
     returns = func._schema.returns
     written = tuple(
@@ -214,3 +219,30 @@ def function(name: str) -> Any:
     if not isinstance(found, torch._ops.OpOverload):
         raise NotImplementedError(f"{name} is not an operation of torch")
     return found
+
+
+def kind_of(value: Any) -> Any:
+    """What shapes may depend on. A number may decide about the dtype, but seldom by its value."""
+    kind = type(value)
+    if kind is float or kind is complex:
+        return kind
+    if kind is bool:  # equal to an int, and another dtype
+        return kind, value
+    return tuple(value) if kind is list else value
+
+
+def written_by(plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments that an operation writes to: tensors, or lists of them."""
+    return [
+        kwargs.get(place) if isinstance(place, str) else args[place]
+        for place in plan.written
+        if isinstance(place, str) or place < len(args)
+    ]
+
+
+def tensors_in(arguments: Sequence[Any]) -> Iterator[Tensor]:
+    for each in arguments:
+        if isinstance(each, Tensor):
+            yield each
+        elif isinstance(each, list | tuple):
+            yield from tensors_in(each)

@@ -75,6 +75,8 @@ def step_there(
     remote = [p for group in groups for p in group["params"] if type(p) is RemoteTensor]
     if not remote:
         return None
+    if isinstance(optimizer, torch.optim.LBFGS):
+        _check_together(optimizer)
     _warn_of_unrecorded(optimizer, remote)
     _move_state(optimizer)
     options = [
@@ -105,6 +107,21 @@ def step_there(
         for group in groups
     ]
     return (here, *args[1:]), kwargs
+
+
+def _check_together(optimizer: Optimizer) -> None:
+    """
+    Raises:
+        RuntimeError: its parameters, which it makes one tensor of, are in several places.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    places = {repr(p.worker) if type(p) is RemoteTensor else "this process" for p in parameters}
+    if len(places) > 1:
+        raise RuntimeError(
+            "LBFGS makes one tensor of all parameters, so it needs them on one worker, and they "
+            f"are on {', '.join(sorted(places))}: make one module of them, or use one optimizer "
+            "for each worker"
+        )
 
 
 def _warn_of_unrecorded(optimizer: Optimizer, remote: list[RemoteTensor]) -> None:

@@ -35,16 +35,27 @@ from telegrad.tensors.operations import (
     Plan,
     Spec,
     infer,
+    kind_of,
     meta_of,
     plan_of,
     spec_of,
+    tensors_in,
+    written_by,
 )
-from telegrad.tensors.stream import Handle, Stream, stream_of_device
+from telegrad.tensors.stream import Handle, Stream
 from telegrad.tensors.table import infer_there, number_of
 
-__all__ = ["RemoteTensor", "moved_there", "moved_to", "respecify", "send", "staying_there"]
-
-_aten = torch.ops.aten
+__all__ = [
+    "RemoteTensor",
+    "is_staying_there",
+    "moved_there",
+    "moved_to",
+    "operate",
+    "respecify",
+    "send",
+    "specials",
+    "staying_there",
+]
 
 
 class _Thread(threading.local):
@@ -65,7 +76,13 @@ def staying_there() -> Iterator[None]:
         _thread.stays = before
 
 
+def is_staying_there() -> bool:
+    return _thread.stays
+
+
 _grad: Any = torch._C.TensorBase.grad
+_refuse_pointers: Callable[[Tensor], None] = torch._C._set_throw_on_mutable_data_ptr
+"""Makes torch's own code raise an error where it would read from address 0."""
 
 
 class RemoteTensor(Tensor):
@@ -103,6 +120,8 @@ class RemoteTensor(Tensor):
             layout=spec.layout,
             device=handle.stream.device,
         )
+        if is_dense:
+            _refuse_pointers(tensor)
         tensor.handle = handle
         tensor.spec = spec
         tensor.together = None
@@ -119,12 +138,12 @@ class RemoteTensor(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        special = _specials.get(func)
+        special = specials.get(func)
         if special is not None:
             return special(*args, **kwargs or {})
-        plan = _plan(func)
-        operate = _run_here if plan.draws_numbers else _operate
-        return operate(plan, args, kwargs or {})
+        plan = plan_of(func)
+        run = _run_here if plan.draws_numbers else operate
+        return run(plan, args, kwargs or {})
 
     @property
     def worker(self) -> str:
@@ -208,8 +227,6 @@ class RemoteTensor(Tensor):
         torch._C.TensorBase.data.__set__(self, there)  # type: ignore[attr-defined]
         self.spec = there.spec
 
-    # -- what would need the memory
-
     @property
     def grad(self) -> Tensor | None:
         gradient: Tensor | None = _grad.__get__(self)
@@ -227,6 +244,8 @@ class RemoteTensor(Tensor):
     @grad.deleter
     def grad(self) -> None:
         _grad.__set__(self, None)
+
+    # -- what would need the memory
 
     def data_ptr(self) -> NoReturn:
         self._refuse("data_ptr()")
@@ -334,17 +353,11 @@ register_reducer(RemoteTensor, _reduce_for_wire)
 
 # -- operations
 
-_plans: dict[Any, Plan] = {}
+specials: dict[Any, Callable[..., Any]] = {}
+"""What runs for operations that are more than one message, or less: see `special_operations`."""
 
 
-def _plan(func: Any) -> Plan:
-    plan = _plans.get(func)
-    if plan is None:
-        plan = _plans[func] = plan_of(func)
-    return plan
-
-
-def _operate(plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def operate(plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Sends one operation; returns its results, which are not there yet."""
     stream: Stream | None = None
     key: list[Any] = [plan.name]  # what the results' shapes may depend on
@@ -365,7 +378,7 @@ def _operate(plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             references.append(place)
         else:
             sent.append(value)
-            key.append(_kind(value))
+            key.append(kind_of(value))
     named: dict[str, Any] = {}
     for name, value in kwargs.items():
         if isinstance(value, Tensor):
@@ -381,13 +394,13 @@ def _operate(plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             raise NotImplementedError(f"{plan.name}: {name}= does not work on remote tensors")
         else:
             named[name] = value
-            key.append((name, _kind(value)))
+            key.append((name, kind_of(value)))
     assert stream is not None  # it was dispatched because of a remote tensor
     operation: Operation = plan.name, None, tuple(sent), tuple(references), named
     if plan.gives is Gives.NUMBERS:
         return stream.ask(number_of, operation)
-    written = _written(plan, args, kwargs) if plan.written else []
-    local = [each for each in _tensors(written) if type(each) is not RemoteTensor]
+    written = written_by(plan, args, kwargs) if plan.written else []
+    local = [each for each in tensors_in(written) if type(each) is not RemoteTensor]
     if local:
         return _write_here(plan, args, kwargs, stream, local)
     specs = infer(tuple(key), plan, lambda: (_metas(args), _metas(kwargs)))
@@ -408,16 +421,6 @@ def _operate(plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if plan.gives is Gives.ONE:
         return results[0]
     return results if plan.gives is Gives.LIST else tuple(results)
-
-
-def _kind(value: Any) -> Any:
-    """What shapes may depend on. A number may decide about the dtype, but seldom by its value."""
-    kind = type(value)
-    if kind is float or kind is complex:
-        return kind
-    if kind is bool:  # equal to an int, and another dtype
-        return kind, value
-    return tuple(value) if kind is list else value
 
 
 def _meet(plan: Plan, stream: Stream | None, other: Stream) -> Stream:
@@ -455,23 +458,6 @@ def _refer(plan: Plan, stream: Stream | None, value: Any, key: list[Any]) -> tup
     return stream, value.detach().clone() if value.dim() else (value.item(), value.dtype)
 
 
-def _written(plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The arguments that an operation writes to: tensors, or lists of them."""
-    return [
-        kwargs.get(place) if isinstance(place, str) else args[place]
-        for place in plan.written
-        if isinstance(place, str) or place < len(args)
-    ]
-
-
-def _tensors(arguments: Sequence[Any]) -> Iterator[Tensor]:
-    for each in arguments:
-        if isinstance(each, Tensor):
-            yield each
-        elif isinstance(each, list | tuple):
-            yield from _tensors(each)
-
-
 def _write_here(
     plan: Plan,
     args: tuple[Any, ...],
@@ -492,7 +478,7 @@ def _write_here(
         )
     copies = {id(target): send(stream, target) for target in targets}
     there = tree_map(lambda value: copies.get(id(value), value), (args, kwargs))
-    result = _operate(plan, *there)
+    result = operate(plan, *there)
     for target, value in zip(targets, fetch(list(copies.values())), strict=True):
         target.copy_(value)
     return targets[0] if plan.gives is Gives.WRITTEN and len(plan.written) == 1 else result
@@ -510,36 +496,6 @@ def _as_meta(value: Any) -> Any:
     return torch.device("meta") if isinstance(value, torch.device) else value
 
 
-# -- operations that are more than one message, or less
-
-
-def _detach(tensor: RemoteTensor) -> RemoteTensor:
-    return RemoteTensor(tensor.handle, tensor.spec)
-
-
-def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    if not isinstance(target, RemoteTensor):
-        assert isinstance(source, RemoteTensor)
-        return target.copy_(fetch_one(source))
-    if isinstance(source, RemoteTensor) and source.handle.stream is not target.handle.stream:
-        source = fetch_one(source)
-    copied: Tensor = _operate(_plan(_aten.copy_.default), (target, source), {})
-    return copied
-
-
-def _to_copy(tensor: RemoteTensor, *, device: torch.device | None = None, **options: Any) -> Tensor:
-    if device is None or device == tensor.device or (_thread.stays and device.type == "cpu"):
-        converted: Tensor = _operate(_plan(_aten._to_copy.default), (tensor,), options)
-        return converted
-    if device.type != "cpu":
-        raise RuntimeError(
-            f"a tensor on worker {tensor.worker!r} cannot be moved to {device}: use .cpu() for a "
-            "copy here, or let the module choose its device on the worker"
-        )
-    here = fetch_one(tensor).to(dtype=options.get("dtype") or tensor.dtype)
-    return here if device.index is None else send(stream_of_device(device), here)
-
-
 def _run_here(plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Random numbers come from this process's generator: they are those that the same program draws
     in one process. So the operation runs here, on copies, and its results go to the worker."""
@@ -554,54 +510,6 @@ def _run_here(plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     copies, named = tree_map(here, args), tree_map(here, kwargs)
     results = plan.func(*copies, **named)
     if plan.gives is Gives.WRITTEN:
-        (target,) = _written(plan, args, kwargs)
+        (target,) = written_by(plan, args, kwargs)
         return target.copy_(results)
     return tree_map(lambda each: send(stream, each) if isinstance(each, Tensor) else each, results)
-
-
-def _drawn_here(draw: Any) -> Callable[..., Tensor]:
-    """The same for operations that overwrite a tensor: nothing has to be fetched."""
-
-    def run(tensor: RemoteTensor, *args: Any, **kwargs: Any) -> Tensor:
-        here = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-        return tensor.copy_(draw(here, *args, **kwargs))
-
-    return run
-
-
-def _in_place(view: Any) -> Callable[..., Tensor]:
-    """An operation that changes a tensor's shape in place, and not its memory: the tensor becomes
-    what `view` makes of it. torch's own functions use them (`matmul`: `squeeze_`)."""
-
-    def run(tensor: RemoteTensor, *args: Any) -> Tensor:
-        new: RemoteTensor = _operate(_plan(view), (tensor, *args), {})
-        torch._C.TensorBase.data.__set__(tensor, new)  # type: ignore[attr-defined]
-        tensor.handle, tensor.spec = new.handle, new.spec
-        return tensor
-
-    return run
-
-
-_specials: dict[Any, Callable[..., Any]] = {
-    _aten.copy_.default: _copy,
-    _aten._to_copy.default: _to_copy,
-    _aten.detach.default: _detach,
-    _aten.squeeze_.default: _in_place(_aten.squeeze.default),
-    _aten.squeeze_.dim: _in_place(_aten.squeeze.dim),
-    _aten.squeeze_.dims: _in_place(_aten.squeeze.dims),
-    _aten.unsqueeze_.default: _in_place(_aten.unsqueeze.default),
-    _aten.transpose_.default: _in_place(_aten.transpose.int),
-    _aten.t_.default: _in_place(_aten.t.default),
-    **{
-        draw: _drawn_here(draw)
-        for draw in (
-            _aten.normal_.default,
-            _aten.uniform_.default,
-            _aten.bernoulli_.float,
-            _aten.exponential_.default,
-            _aten.random_.default,
-            _aten.random_.to,
-            getattr(_aten.random_, "from"),
-        )
-    },
-}

@@ -18,7 +18,7 @@ from telegrad.autograd.plain.messages import delivered, engine_here, finish
 from telegrad.autograd.plain.nodes import will_run
 from telegrad.autograd.plain.notes import Note
 from telegrad.autograd.plain.passes import Pass, Passes, Run, current_served_run
-from telegrad.autograd.plain.record import Residents
+from telegrad.autograd.plain.record import NO_TIMEOUT, Residents
 from telegrad.autograd.plain.sent_calls import PlainCall, SentCall, pack
 from telegrad.autograd.plain.serving import reply_head, reply_parts, serve
 from telegrad.autograd.plain.values import Value
@@ -29,7 +29,6 @@ from telegrad.wire.frames import Kind
 
 __all__ = ["PlainEngine", "Submitted", "record_call"]
 
-_NO_TIMEOUT = 0.0
 _current_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
@@ -118,7 +117,7 @@ class PlainEngine:
             if worker == self.worker_id:
                 more = self.passes.finish(own.name)
             else:
-                more = self.agent.call(worker, finish, own.name, timeout=_NO_TIMEOUT)
+                more = self.agent.call(worker, finish, own.name, timeout=NO_TIMEOUT)
             own.later.update(more)
 
     # -- the caller
@@ -160,7 +159,7 @@ class PlainEngine:
                 sent.record.call,
                 (sent.head, sent.encoded.payload),
                 sent.encoded.buffers,
-                timeout or None,
+                (agent.rpc_timeout if timeout is None else timeout) or None,
                 sent.what,
                 sent.flags,
                 sent.encoded.references,
@@ -253,7 +252,7 @@ class PlainEngine:
             sent.record.call,
             (sent.head, sent.encoded.payload),
             sent.encoded.buffers,
-            timeout or _NO_TIMEOUT,
+            timeout,
         )
         return call.future
 
@@ -291,7 +290,8 @@ def record_call(
     """Runs `func` on worker `to`, so that `loss.backward()` goes through it.
 
     Args:
-        timeout: in seconds; None for none, since the loss of the worker ends the wait in any case.
+        timeout: in seconds; None for that of the group, and 0 for none: the loss of the worker
+            ends the wait in any case.
         residents: tensors that are there and get gradients by this call.
     """
     return engine_here().call(to, func, args, kwargs, timeout=timeout, residents=residents)

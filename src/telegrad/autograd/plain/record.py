@@ -17,7 +17,9 @@ from telegrad.ids import worker_of
 if TYPE_CHECKING:
     from telegrad.autograd.plain.engine import PlainEngine
 
-__all__ = ["Record", "Residents"]
+__all__ = ["NO_TIMEOUT", "Record", "Residents"]
+
+NO_TIMEOUT = 0.0
 
 
 @dataclass
@@ -68,7 +70,12 @@ class Record:
         if wait is None:
             args = (*about, *gradients)
             wait = engine.call_async(
-                self.to, deliver, args, residents=self.residents, keep_token=one.tokens
+                self.to,
+                deliver,
+                args,
+                timeout=NO_TIMEOUT,
+                residents=self.residents,
+                keep_token=one.tokens,
             )
         got: list[Report] = []
 
@@ -116,6 +123,7 @@ class Record:
     def _ask(self, one: Pass, worker: int, modes: Modes) -> Report:
         args = (*one.name, self.call, modes.as_bits())
         residents = self.residents if worker == self.to else None
-        report = report_of(self._engine.call(worker, ask, args, residents=residents))
+        answer = self._engine.call(worker, ask, args, timeout=NO_TIMEOUT, residents=residents)
+        report = report_of(answer)
         one.later.update(report.later)
         return report
