@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import re
+import threading
 
 import pytest
 import torch
@@ -301,4 +302,35 @@ def test_a_kept_tensor_gets_its_gradient_by_a_detour_over_another_worker(group):
     (((x_here * 2).sin() + y_here) * y_here).sum().backward()
     torch.testing.assert_close(x.grad, x_here.grad)
     torch.testing.assert_close(y.grad, y_here.grad)
+    telegrad.call("worker1", kept.clear)
+
+
+def keep_hidden(x):
+    kept["one"] = hidden = torch.tanh(x * PARAMETERS[1])
+    return (hidden * hidden).sin()
+
+
+def use_hidden(x):
+    return kept["one"] * x.exp() + kept["one"].cos()
+
+
+def test_passes_may_go_through_a_graph_of_several_calls_at_the_same_time(group):
+    x, y = (torch.full((4,), v, dtype=DOUBLE, requires_grad=True) for v in (0.3, 0.5))
+    first = telegrad.call("worker1", keep_hidden, x * 1)
+    loss = (first + telegrad.call("worker1", use_hidden, y * 1)).sum()
+    right = torch.autograd.grad(loss, [x, y], retain_graph=True)
+    found = {}
+
+    def run_pass(number):
+        for turn in range(20):
+            found[number, turn] = torch.autograd.grad(loss * number, [x, y], retain_graph=True)
+
+    threads = [threading.Thread(target=run_pass, args=(number,)) for number in range(1, 7)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 120
+    for (number, _), gradients in found.items():
+        torch.testing.assert_close(gradients, tuple(each * number for each in right))
     telegrad.call("worker1", kept.clear)
