@@ -43,7 +43,7 @@ from telegrad.compat.rpc.internal import (
     _run_pickled,
     builtin_name,
 )
-from telegrad.compat.torchscript.arguments import check_arguments
+from telegrad.compat.torchscript.scripted import check_arguments
 from telegrad.errors import RRefError
 from telegrad.rpc.api import _set_rpc_timeout, get_rpc_timeout
 from telegrad.rpc.calls.futures import wait_for

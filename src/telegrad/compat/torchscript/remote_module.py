@@ -16,15 +16,21 @@ import torch
 from torch import nn
 
 from telegrad import rpc
-from telegrad.compat.torchscript.generated import Exactly, compiled, generating, module_of
+from telegrad.compat.torchscript.compiling import (
+    Exactly,
+    compiled,
+    core,
+    generating,
+    internal,
+    module_of,
+    script,
+    state,
+)
 from telegrad.compat.torchscript.references import reference_type
-from telegrad.compat.torchscript.torch_jit import core, internal, script, state
 from telegrad.errors import SerializationError
 from telegrad.rpc.references.fetch import register_reducer
 from telegrad.rpc.references.rref import RRef
 from telegrad.wire import revival
-
-__all__ = ["create", "give_methods", "prepare"]
 
 _SOURCE = """
 def remote_forward(module_rref: ModuleRRef{parameters}) -> Result:

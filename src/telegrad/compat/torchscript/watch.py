@@ -17,8 +17,6 @@ import torch
 import torch.jit.annotations
 import torch.jit.frontend
 
-__all__ = ["PLACES", "watch"]
-
 PLACES: tuple[tuple[Any, str], ...] = (
     (torch.jit.frontend, "parse_def"),
     (torch.jit.annotations, "try_ann_to_type"),
