@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from telegrad.compat.compilers import PLACES
 from telegrad.compat.torchscript import operators
 from telegrad.compat.torchscript.compiling import (
     builtins,
@@ -26,7 +27,6 @@ from telegrad.compat.torchscript.marking import Mark, mark_calls, mark_function_
 from telegrad.compat.torchscript.operators import MARK
 from telegrad.compat.torchscript.references import inferring, understanding
 from telegrad.compat.torchscript.threads import carrying
-from telegrad.compat.torchscript.watch import PLACES
 
 _CALLS = ("prim::rpc_async", "prim::rpc_sync", "prim::rpc_remote")
 
