@@ -16,6 +16,7 @@ from torch import nn
 import telegrad
 from telegrad import rpc
 from telegrad.errors import RemoteError, TelegradError
+from telegrad.rpc.group import current
 from telegrad.tensors import RemoteTensor, synchronize
 from telegrad.testing.cluster import cluster
 
@@ -291,7 +292,7 @@ def test_parameters_become_a_vector_and_back():
 
 
 def test_no_module_can_be_made_outside_of_a_group(monkeypatch):
-    monkeypatch.setattr(rpc.current.Here, "worker", None)
+    monkeypatch.setattr(current.Here, "worker", None)
     with pytest.raises(TelegradError, match=r"has not joined a group|has shut down"):
         telegrad.module("worker1", nn.Linear, 1, 1)
 

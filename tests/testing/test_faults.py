@@ -14,6 +14,7 @@ from telegrad import rpc
 from telegrad.errors import RpcTimeout, WorkerLost
 from telegrad.rpc.connections import peer as peer_module
 from telegrad.rpc.connections import receipts as receipts_module
+from telegrad.rpc.group import current
 from telegrad.testing.cluster import cluster
 from telegrad.testing.faults import Faults
 from telegrad.testing.transport_contract import TransportContract, joined
@@ -267,7 +268,7 @@ def test_lanes_whose_receipts_never_come_are_closed_after_a_while(monkeypatch):
     monkeypatch.setattr(receipts_module, "_SECONDS", 0.2)
     faults = Faults().drop(Kind.CONTEXT_RELEASE).drop(Kind.RREF_DELETED)
     with cluster(2, wrap_transport=faults, graceful=False):
-        agent = rpc.current.current().agent
+        agent = current.current().agent
         peer = agent.network.members.peer(1)
         for _ in range(100):  # nobody ever hears of these
             agent.post(1, Kind.RREF_DELETED, None)

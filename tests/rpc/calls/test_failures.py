@@ -119,7 +119,7 @@ def wait_for_calls(worker, count):
 
 
 def count_running():
-    begun, ended = rpc.current.current().agent.service.work_counts()
+    begun, ended = current.current().agent.service.work_counts()
     return begun - ended
 
 

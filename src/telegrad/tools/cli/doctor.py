@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 from telegrad.launch.output import wants_colour
 from telegrad.tools.cli.command import Command, Parser
-from telegrad.tools.doctor import Finding, Level, look_at_host, try_two_workers
+from telegrad.tools.doctor.host import Finding, Level, look_at_host
+from telegrad.tools.doctor.workers import try_two_workers
 
 __all__ = ["COMMAND"]
 
