@@ -235,14 +235,6 @@ def get_worker_info(worker_name: str | int | None = None) -> WorkerInfo:
     return info
 
 
-def _to_worker_info(to: str | int | WorkerInfo) -> WorkerInfo:
-    if isinstance(to, WorkerInfo):
-        return to
-    if isinstance(to, (str, int)):
-        return get_worker_info(to)
-    raise ValueError(f"Cannot get WorkerInfo from name {to}")
-
-
 def _rref_context_get_debug_info() -> dict[str, str]:
     return current.current().references.table.debug_info()
 

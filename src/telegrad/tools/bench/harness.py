@@ -31,6 +31,7 @@ import telegrad.autograd
 import telegrad.rpc
 
 Op = Callable[[], object]
+Prepare = Callable[["Side"], Op]
 
 ROUNDS = 5
 SECONDS_A_ROUND = 0.25
@@ -65,7 +66,7 @@ class Case:
     """
 
     name: str
-    prepare: Callable[[Side], Op]
+    prepare: Prepare
     per: int = 1
     mark: float | None = None
     workers: int = 2
