@@ -11,6 +11,8 @@ from typing import Any
 
 __all__ = ["are_available", "save_losses", "save_ratios"]
 
+_TICKS = (0.1, 0.25, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
+
 
 def are_available() -> bool:
     """Whether matplotlib is installed."""
@@ -76,5 +78,8 @@ def save_ratios(
         axes.axvline(1, color="black", linewidth=0.8)
         axes.margins(x=0.25, y=0.01)
         axes.invert_yaxis()
-        axes.xaxis.set_major_formatter(lambda ratio, _: f"{ratio:g}×")
+        low, high = axes.get_xlim()
+        ticks = [tick for tick in _TICKS if low <= tick <= high]
+        axes.set_xticks(ticks, [f"{tick:g}×" for tick in ticks])
+        axes.minorticks_off()
         axes.set(title=title, xlabel=foot)

@@ -64,7 +64,7 @@ def test_it_names_its_cases(capsys):
     assert {"empty call", "echo of 16 MB"} < set(capsys.readouterr().out.splitlines())
 
 
-def test_bars_point_to_the_right_of_one_where_telegrad_is_faster(tmp_path):
+def test_bars_point_to_the_right_of_one_where_telegrad_is_faster(tmp_path, fonts):
     def bar(ratio):
         path = tmp_path / "ratios.svg"
         plots.save_ratios(path, [("a < b", ratio, "")], "title", "foot")

@@ -55,7 +55,7 @@ def test_without_a_terminal_there_are_a_few_lines():
 
 
 @pytest.mark.parametrize("losses", [[1.0], [2.0, 1.0], [0.0, 0.0], [3.0, math.nan, math.inf, 1e-9]])
-def test_any_losses_can_be_plotted(losses, tmp_path):
+def test_any_losses_can_be_plotted(losses, tmp_path, fonts):
     save_losses(tmp_path / "loss.svg", losses, "a <title>")
     drawn = (tmp_path / "loss.svg").read_text()
     assert ElementTree.fromstring(drawn).tag.endswith("svg")

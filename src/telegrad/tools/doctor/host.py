@@ -27,7 +27,7 @@ _SHORT_SECRET = 16
 _RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-class Level(enum.Enum):
+class Level(str, enum.Enum):
     OK = "ok"
     WARN = "warn"  # it works, but not as well as it could
     FAIL = "fail"  # it does not work
