@@ -131,7 +131,6 @@ class Box:
 """
 
 _kinds: dict[str, Kind] = {}
-_numbered: list[Kind] = []
 
 
 class Kind:
@@ -216,10 +215,7 @@ def kind_of(type_: Any) -> Kind:
     kind = _kinds.get(name)
     if kind is None:
         with generating:
-            kind = _kinds.get(name)
-            if kind is None:
-                kind = _kinds[name] = Kind(type_, name, len(_numbered))
-                _numbered.append(kind)
+            kind = _kinds.setdefault(name, Kind(type_, name, len(_kinds)))
     return kind
 
 
