@@ -103,3 +103,13 @@ def nothing_is_left_over() -> Iterator[None]:
 
 def grown(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
     return {kind: n - before.get(kind, 0) for kind, n in after.items() if n > before.get(kind, 0)}
+
+
+@pytest.fixture
+def fonts() -> Iterator[None]:
+    """Closes the files of the fonts that matplotlib has used: it keeps them open."""
+    from matplotlib import font_manager
+
+    yield
+    font_manager._get_font.cache_clear()
+    gc.collect()

@@ -25,9 +25,9 @@ LAYERS = [
     {"tensors"},
     {"optim", "nn", "remote_calls"},
     {"observe"},
+    {"testing"},
     {"compat"},
     {"launch"},
-    {"testing"},
     {"tools"},
 ]
 """Section 2 of the design, from the bottom up: imports point to the same layer or to one before."""

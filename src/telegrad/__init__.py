@@ -11,8 +11,7 @@ from __future__ import annotations
 from telegrad import autograd, rpc, tensors
 from telegrad.autograd import plain
 from telegrad.autograd.contexts.attachment import attach
-from telegrad.compat.compiler import keep_out
-from telegrad.compat.torchscript.watch import watch
+from telegrad.compat.compilers import keep_out, watch
 from telegrad.errors import TelegradError
 from telegrad.launch.membership import Membership, join, manual_seed, name
 from telegrad.launch.workers import Workers, workers

@@ -11,10 +11,9 @@ from torch.autograd.profiler import record_function
 from torch.futures import Future
 
 from telegrad import autograd, rpc
-from telegrad.compat.rpc import profiling, remote_events
+from telegrad.compat.rpc import profiling
 from telegrad.compat.rpc.internal import RPCExecMode
-from telegrad.compat.rpc.remote_events import profile
-from telegrad.compat.rpc.server_process_global_profiler import _server_process_global_profile
+from telegrad.compat.rpc.profiling import _server_process_global_profile, profile
 from telegrad.errors import RpcTimeout, TelegradError
 from telegrad.testing.cluster import cluster
 
@@ -169,7 +168,7 @@ def test_the_making_of_a_remote_value():
 
 
 def len_of_kept():
-    return len(remote_events._kept)
+    return len(profiling._kept)
 
 
 def test_the_making_of_a_remote_value_that_fails():
@@ -182,11 +181,11 @@ def test_the_making_of_a_remote_value_that_fails():
 
 
 def test_events_that_nobody_fetches_are_not_kept_for_ever(monkeypatch):
-    monkeypatch.setattr(remote_events, "_MOST_KEPT", 3)
+    monkeypatch.setattr(profiling, "_MOST_KEPT", 3)
     for number in range(5):
-        remote_events._Profiled(nap, {}, (7, number))(0)
-    assert list(remote_events._kept) == [(7, 2), (7, 3), (7, 4)]
-    remote_events._kept.clear()
+        profiling._Profiled(nap, {}, (7, number))(0)
+    assert list(profiling._kept) == [(7, 2), (7, 3), (7, 4)]
+    profiling._kept.clear()
 
 
 def test_what_comes_after_the_end_is_left_out():

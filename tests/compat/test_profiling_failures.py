@@ -8,7 +8,7 @@ import pytest
 
 from telegrad.compat.rpc import profiling
 from telegrad.compat.rpc.internal import RPCExecMode
-from telegrad.compat.rpc.remote_events import profile
+from telegrad.compat.rpc.profiling import profile
 from telegrad.errors import WorkerLost
 from telegrad.testing.cluster import cluster
 

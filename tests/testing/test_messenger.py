@@ -42,14 +42,14 @@ def test_messages_are_lost_and_repeated():
     network.run()
     assert len(set(got)) < 50
     assert len(got) > len(set(got))
-    network = SimulatedNetwork(in_order=True)
+    network = SimulatedNetwork()
     got.clear()
     network.messenger(0).handle(Kind.PING, lambda _, body: got.append(body))
     network.drop(Kind.PING)
     for n in range(3):
         network.messenger(1).post(0, Kind.PING, n)
     network.run()
-    assert got == [1, 2]
+    assert sorted(got) == [1, 2]
 
 
 def test_a_request_ends_in_the_answer_or_the_error_or_a_timeout_or_a_loss():

@@ -1,7 +1,7 @@
 """In the place of `torch.distributed.autograd`."""
 
-from telegrad.autograd import (
-    DistAutogradContext,
+from telegrad.autograd import *  # noqa: F403
+from telegrad.autograd import (  # noqa: F401
     _current_context,
     _get_debug_info,
     _get_max_id,
@@ -10,24 +10,4 @@ from telegrad.autograd import (
     _new_context,
     _release_context,
     _retrieve_context,
-    backward,
-    context,
-    get_gradients,
-    is_available,
 )
-
-__all__ = [
-    "DistAutogradContext",
-    "_current_context",
-    "_get_debug_info",
-    "_get_max_id",
-    "_init",
-    "_is_valid_context",
-    "_new_context",
-    "_release_context",
-    "_retrieve_context",
-    "backward",
-    "context",
-    "get_gradients",
-    "is_available",
-]

@@ -18,35 +18,35 @@ from __future__ import annotations
 import importlib
 import importlib.abc
 import importlib.machinery
+import multiprocessing.spawn
 import sys
 import threading
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from telegrad.compat import children, futures
+from telegrad.compat import futures
 from telegrad.drop_in import set_drop_in
 
 __all__ = ["install", "is_installed", "uninstall"]
 
 _RPC = "torch.distributed.rpc"
+_PARTS = (
+    "_testing",
+    "_testing.faulty_agent_backend_registry",
+    "_utils",
+    "api",
+    "backend_registry",
+    "constants",
+    "functions",
+    "internal",
+    "options",
+    "rref_proxy",
+    "server_process_global_profiler",
+)
 _REPLACED = {
     _RPC: "telegrad.compat.rpc",
-    f"{_RPC}._testing": "telegrad.compat.rpc._testing",
-    f"{_RPC}._testing.faulty_agent_backend_registry": (
-        "telegrad.compat.rpc._testing.faulty_agent_backend_registry"
-    ),
-    f"{_RPC}._utils": "telegrad.compat.rpc._utils",
-    f"{_RPC}.api": "telegrad.compat.rpc.api",
-    f"{_RPC}.backend_registry": "telegrad.compat.rpc.backend_registry",
-    f"{_RPC}.constants": "telegrad.compat.rpc.constants",
-    f"{_RPC}.functions": "telegrad.compat.rpc.functions",
-    f"{_RPC}.internal": "telegrad.compat.rpc.internal",
-    f"{_RPC}.options": "telegrad.compat.rpc.options",
-    f"{_RPC}.rref_proxy": "telegrad.compat.rpc.rref_proxy",
-    f"{_RPC}.server_process_global_profiler": (
-        "telegrad.compat.rpc.server_process_global_profiler"
-    ),
+    **{f"{_RPC}.{part}": f"telegrad.compat.rpc.{part}" for part in _PARTS},
     "torch.distributed.autograd": "telegrad.compat.autograd",
     "torch.distributed.optim.optimizer": "telegrad.compat.optimizer",
     "torch.distributed.nn.api.remote_module": "telegrad.compat.remote_module",
@@ -149,8 +149,8 @@ def install() -> None:
                 sys.modules[name] = module
                 _bind_in_parent(name, module)
         sys.meta_path.insert(0, new.finder)
-        new.bindings = _rebind(_replacements(new.modules, ours) | _future_functions() | _profiler())
-        children.follow()
+        new.bindings = _rebind(_replacements(new.modules, ours) | _other_replacements())
+        _follow_children()
         set_drop_in(True)
         _installed = new
 
@@ -170,7 +170,7 @@ def uninstall() -> None:
 
         if current.is_set():
             raise RuntimeError("RPC is running on telegrad: call shutdown() before uninstall()")
-        children.unfollow()
+        _leave_children()
         set_drop_in(False)
         sys.meta_path.remove(old.finder)
         ours = {name: importlib.import_module(own) for name, own in _REPLACED.items()}
@@ -230,19 +230,12 @@ def _replacements(
     return found
 
 
-def _future_functions() -> dict[int, tuple[Any, Any]]:
-    theirs = importlib.import_module("torch.futures")
-    return {
-        id(old): (old, getattr(futures, name))
-        for name in futures.__all__
-        if (old := getattr(theirs, name)) is not None
-    }
-
-
-def _profiler() -> dict[int, tuple[Any, Any]]:
-    theirs = importlib.import_module("torch.autograd.profiler_legacy").profile
-    ours = importlib.import_module("telegrad.compat.rpc.remote_events").profile
-    return {id(theirs): (theirs, ours)}
+def _other_replacements() -> dict[int, tuple[Any, Any]]:
+    torchs = importlib.import_module("torch.futures")
+    pairs = [(getattr(torchs, name), getattr(futures, name)) for name in futures.__all__]
+    legacy = importlib.import_module("torch.autograd.profiler_legacy")
+    pairs.append((legacy.profile, importlib.import_module("telegrad.compat.rpc.profiling").profile))
+    return {id(old): (old, new) for old, new in pairs}
 
 
 def _rebind(replacements: dict[int, tuple[Any, Any]]) -> list[_Binding]:
@@ -260,3 +253,49 @@ def _rebind(replacements: dict[int, tuple[Any, Any]]) -> list[_Binding]:
                 setattr(module, name, pair[1])
                 done.append(_Binding(module, name, value))
     return done
+
+
+# -- processes that `multiprocessing` starts
+#
+# A forked child has everything already. A spawned one is sent a dict that tells it how to prepare
+# (`sys.path`, the main module, ...). An entry of it installs telegrad as it is unpickled: before
+# the child's main module is imported, so that the names it binds are telegrad's from the start.
+
+_INSTALL = """
+import sys
+before = list(sys.path)
+sys.path[:] = {path!r}  # the child gets its parent's path only later
+try:
+    import telegrad
+    telegrad.install()
+finally:
+    sys.path[:] = before
+"""
+
+_original: Callable[[str], dict[str, Any]] | None = None
+
+
+class _InstallOnArrival:
+    """Unpickled, it has installed telegrad, and is None."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return exec, (_INSTALL.format(path=list(sys.path)), {})
+
+
+def _follow_children() -> None:
+    global _original
+    if _original is None:
+        _original = multiprocessing.spawn.get_preparation_data
+        multiprocessing.spawn.get_preparation_data = _get_preparation_data
+
+
+def _leave_children() -> None:
+    global _original
+    if _original is not None:
+        multiprocessing.spawn.get_preparation_data = _original  # type: ignore[assignment]
+        _original = None
+
+
+def _get_preparation_data(name: str) -> dict[str, Any]:
+    assert _original is not None
+    return {"telegrad": _InstallOnArrival(), **_original(name)}

@@ -23,10 +23,9 @@ from telegrad import autograd
 from telegrad.autograd.contexts.context import DistAutogradContext, EnteredContext
 from telegrad.autograd.contexts.message_nodes import RecvNode
 from telegrad.autograd.passes.live_pass import tensors_of
-from telegrad.errors import NotInitialized, RemoteError, RpcTimeout, WorkerLost
-from telegrad.observe.boxes import Box, DistributedGraph, WorkerGraph
+from telegrad.observe.boxes import Box, DistributedGraph
 from telegrad.observe.folding import fold
-from telegrad.observe.graph_walk import GraphWalk
+from telegrad.observe.graph_walk import GraphWalk, answers_of, whole
 from telegrad.rpc.group import current
 from telegrad.rpc.seams import NO_CONTEXT
 
@@ -82,30 +81,15 @@ def describe(
                 answers[contact] = worker.agent.call_async(
                     contact, describe_here, (context_id, most_boxes), timeout=timeout
                 )
-        for contact, answer in answers.items():
-            try:  # ends in the answer, the loss of the worker, or the timeout
-                parts[contact] = answer.wait()
-            except WorkerLost as error:
-                troubles[contact] = f"lost: {error.reason or error}"
-            except RpcTimeout:
-                troubles[contact] = f"did not answer within {timeout:g} seconds"
-            except (NotInitialized, RemoteError) as error:
-                troubles[contact] = f"cannot tell: {error}"
-            else:
-                if not parts[contact].is_known:
-                    troubles[contact] = "does not know this context: released, or started again"
-    return DistributedGraph(
-        context_id=context_id,
-        workers=tuple(
-            WorkerGraph(
-                worker=id_,
-                name=(worker and worker.agent.network.members.name_of(id_)) or f"worker {id_}",
-                boxes=parts[id_].boxes if id_ in parts else (),
-                trouble=troubles.get(id_, ""),
-            )
-            for id_ in sorted({*parts, *troubles})
-        ),
-    )
+        for contact, part in answers_of(answers, timeout, troubles):
+            parts[contact] = part
+            if not part.is_known:
+                troubles[contact] = "does not know this context: released, or started again"
+
+    def name_of(id_: int) -> str:
+        return (worker and worker.agent.network.members.name_of(id_)) or f"worker {id_}"
+
+    return whole(context_id, {id_: part.boxes for id_, part in parts.items()}, troubles, name_of)
 
 
 def describe_here(context_id: int, most_boxes: int) -> _Part:

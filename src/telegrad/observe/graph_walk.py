@@ -5,15 +5,17 @@ The faces differ in the nodes that stand for messages, and say so in a subclass.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.futures import Future
 
 from telegrad.autograd.contexts.message_nodes import AccumulateGrad
-from telegrad.observe.boxes import Box, BoxKind, Size
+from telegrad.errors import NotInitialized, RemoteError, RpcTimeout, WorkerLost
+from telegrad.observe.boxes import Box, BoxKind, DistributedGraph, Size, WorkerGraph
 
-__all__ = ["GraphWalk"]
+__all__ = ["GraphWalk", "answers_of", "whole"]
 
 Entry = tuple[Any, int]
 """A node, and which of its outputs."""
@@ -124,3 +126,41 @@ def _size(shape: tuple[int, ...], dtype: torch.dtype) -> Size:
     for length in shape:
         count *= length
     return Size(shape, str(dtype).removeprefix("torch."), count * dtype.itemsize)
+
+
+def answers_of(
+    asked: Mapping[int, Future[Any]], timeout: float, troubles: dict[int, str]
+) -> Iterator[tuple[int, Any]]:
+    """What workers answer. Why others do not is put into `troubles`."""
+    for worker, answer in asked.items():
+        try:  # ends in the answer, the loss of the worker, or the timeout
+            found = answer.wait()
+        except WorkerLost as error:
+            troubles[worker] = f"lost: {error.reason or error}"
+        except RpcTimeout:
+            troubles[worker] = f"did not answer within {timeout:g} seconds"
+        except (NotInitialized, RemoteError) as error:
+            troubles[worker] = f"cannot tell: {error}"
+        else:
+            yield worker, found
+
+
+def whole(
+    context_id: int | None,
+    boxes: Mapping[int, Sequence[Box]],
+    troubles: Mapping[int, str],
+    name_of: Callable[[int], str],
+) -> DistributedGraph:
+    """The graph of all workers that have answered, or could not."""
+    return DistributedGraph(
+        context_id=context_id,
+        workers=tuple(
+            WorkerGraph(
+                worker=worker,
+                name=name_of(worker),
+                boxes=tuple(boxes.get(worker, ())),
+                trouble=troubles.get(worker, ""),
+            )
+            for worker in sorted({*boxes, *troubles})
+        ),
+    )

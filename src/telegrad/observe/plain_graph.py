@@ -21,11 +21,10 @@ from telegrad.autograd.contexts.message_nodes import AccumulateGrad
 from telegrad.autograd.plain import engine_here
 from telegrad.autograd.plain.nodes import CollectNode, PostNode, ReceivedNode, StubNode
 from telegrad.autograd.plain.record import Record
-from telegrad.errors import RemoteError, RpcTimeout, WorkerLost
 from telegrad.ids import worker_of
-from telegrad.observe.boxes import Box, DistributedGraph, WorkerGraph
+from telegrad.observe.boxes import Box, DistributedGraph
 from telegrad.observe.folding import fold
-from telegrad.observe.graph_walk import GraphWalk
+from telegrad.observe.graph_walk import GraphWalk, answers_of, whole
 
 __all__ = ["describe_plain"]
 
@@ -85,30 +84,11 @@ def describe_plain(
                 answers[worker] = engine.agent.call_async(
                     worker, _describe, (calls, most_boxes), timeout=timeout
                 )
-        for worker, answer in answers.items():
-            try:  # ends in the answer, the loss of the worker, or the timeout
-                parts[worker] = answer.wait()
-            except WorkerLost as error:
-                troubles[worker] = f"lost: {error.reason or error}"
-            except RpcTimeout:
-                troubles[worker] = f"did not answer within {timeout:g} seconds"
-            except RemoteError as error:
-                troubles[worker] = f"cannot tell: {error}"
+        parts.update(answers_of(answers, timeout, troubles))
     for worker, part in parts.items():
         if part.freed:
             troubles[worker] = "has freed its graph in a backward pass"
-    return DistributedGraph(
-        context_id=None,
-        workers=tuple(
-            WorkerGraph(
-                worker=worker,
-                name=engine.name_of(worker),
-                boxes=tuple(parts[worker].boxes) if worker in parts else (),
-                trouble=troubles.get(worker, ""),
-            )
-            for worker in sorted({*parts, *troubles})
-        ),
-    )
+    return whole(None, {id_: part.boxes for id_, part in parts.items()}, troubles, engine.name_of)
 
 
 def _describe(calls: Collection[int], most_boxes: int, roots: Sequence[Tensor] = ()) -> _Part:
@@ -122,16 +102,15 @@ def _describe(calls: Collection[int], most_boxes: int, roots: Sequence[Tensor] =
             freed += 1
             continue
         walk.follow(edge.node for edge in entry.edges)
-        walk.add_send(_results(call), worker_of(call), [(e.node, e.output_nr) for e in entry.edges])
+        walk.add_send(
+            _arguments(call) + 1, worker_of(call), [(e.node, e.output_nr) for e in entry.edges]
+        )
     return _Part(fold(walk.boxes, most_boxes) if most_boxes else walk.boxes, walk.calls, freed)
 
 
 def _arguments(call: int) -> int:
+    """The number of the message in a picture; that of the results is the next."""
     return 2 * call
-
-
-def _results(call: int) -> int:
-    return 2 * call + 1
 
 
 class _Walk(GraphWalk):
@@ -176,7 +155,7 @@ class _Walk(GraphWalk):
         if isinstance(node, PostNode):
             record: Record = node.record
             self.calls.setdefault(record.to, set()).add(record.call)
-            return self.receive(node, _results(record.call), record.to, outputs)
+            return self.receive(node, _arguments(record.call) + 1, record.to, outputs)
         if isinstance(node, ReceivedNode):
             return self.receive(node, _arguments(node.call), worker_of(node.call), outputs)
         return super().box_of(node, before)

@@ -11,11 +11,11 @@ import html
 import itertools
 import textwrap
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from telegrad.observe.boxes import Box, BoxKind, Size
-from telegrad.observe.layout import Item, Layout
-from telegrad.observe.words import details_of, message_label, title_of
+from telegrad.observe.layout import Cut, Item, Layout
+from telegrad.observe.words import details_of, message_label, title_of, words_of_cut
 
 __all__ = ["document", "render", "text_at"]
 
@@ -115,11 +115,21 @@ class _Track:
         return min(ends), max(ends)
 
 
-@dataclass
 class _Drawing:
-    parts: list[str] = field(default_factory=list)
-    over: list[str] = field(default_factory=list)
-    """What is drawn last: labels."""
+    def __init__(self) -> None:
+        self.parts: list[str] = []
+        self.over: list[str] = []
+        """What is drawn last: labels."""
+
+    def rect(self, kind: str, x: float, y: float, width: float, height: float, rx: float) -> None:
+        self.parts.append(
+            f'<rect class="{kind}" x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" '
+            f'height="{height:.1f}" rx="{rx:g}"/>'
+        )
+
+    def path(self, kind: str, way: str, marker: str = "") -> None:
+        end = f' marker-end="url(#{marker})"' if marker else ""
+        self.parts.append(f'<path class="{kind}"{end} d="{way}"/>')
 
 
 def render(layout: Layout, title: str) -> str:
@@ -140,7 +150,7 @@ def render(layout: Layout, title: str) -> str:
     drawing = _Drawing()
     _draw_lanes(drawing, lanes, bottom)
     if layout.cut is not None:
-        _draw_cut(drawing, layout, lanes, cut_at)
+        _draw_cut(drawing, layout.cut, lanes, cut_at)
     for line in layout.lines:
         _draw_line(drawing, [shapes[item] for item in line])
     for track_list in tracks.values():
@@ -337,50 +347,35 @@ def _place_down(
 
 def _draw_lanes(drawing: _Drawing, lanes: Sequence[_Lane], bottom: float) -> None:
     for lane in lanes:
-        lost = " lost" if lane.is_lost else ""
-        drawing.parts.append(
-            f'<rect class="lane{lost}" x="{lane.left:.1f}" y="36" width="{lane.width:.1f}" '
-            f'height="{bottom - 36:.1f}" rx="8"/>'
-        )
+        kind = "lane lost" if lane.is_lost else "lane"
+        drawing.rect(kind, lane.left, 36, lane.width, bottom - 36, 8)
         drawing.parts.append(text_at(lane.middle, 56, lane.name, "name", "middle"))
         for number, line in enumerate(lane.note):
             y = 72 + 14 * number
             drawing.parts.append(text_at(lane.middle, y, line, "small bad", "middle"))
 
 
-def _draw_cut(drawing: _Drawing, layout: Layout, lanes: Sequence[_Lane], y: float) -> None:
-    cut = layout.cut
-    if cut is None:
-        return
-    right = lanes[-1].left + lanes[-1].width
-    middle = (lanes[0].left + right) / 2
+def _draw_cut(drawing: _Drawing, cut: Cut, lanes: Sequence[_Lane], y: float) -> None:
+    left, right = lanes[0].left, lanes[-1].left + lanes[-1].width
     for edge in (y + 4, y + _CUT - 4):
-        drawing.parts.append(
-            f'<path class="cut" d="M{lanes[0].left:.1f} {edge:.1f} H{right:.1f}"/>'
-        )
-    text = f"{cut.rows} rows left out: {cut.boxes} boxes, {cut.messages} messages"
-    drawing.over.append(text_at(middle, y + _CUT / 2 + 4, text, "label", "middle"))
+        drawing.path("cut", f"M{left:.1f} {edge:.1f} H{right:.1f}")
+    drawing.over.append(
+        text_at((left + right) / 2, y + _CUT / 2 + 4, words_of_cut(cut), "label", "middle")
+    )
 
 
 def _draw_line(drawing: _Drawing, shapes: Sequence[_Shape]) -> None:
-    start = shapes[0]
-    path = [f"M{start.x:.1f} {start.bottom:.1f}"]
-    y = start.bottom
-    for shape in shapes[1:]:
-        end = shape.y - (2 if shape is shapes[-1] else 0)
-        middle = (y + end) / 2
-        before = shapes[shapes.index(shape) - 1].x
-        path.append(
-            f"C{before:.1f} {middle:.1f} {shape.x:.1f} {middle:.1f} {shape.x:.1f} {end:.1f}"
+    way = [f"M{shapes[0].x:.1f} {shapes[0].bottom:.1f}"]
+    for before, shape in itertools.pairwise(shapes):
+        is_last = shape is shapes[-1]
+        end = shape.y - (2 if is_last else 0)
+        middle = (before.bottom + end) / 2
+        way.append(
+            f"C{before.x:.1f} {middle:.1f} {shape.x:.1f} {middle:.1f} {shape.x:.1f} {end:.1f}"
         )
-        if shape is not shapes[-1]:
-            path.append(f"V{shape.bottom:.1f}")
-        y = shape.bottom
-    is_used = start.item.is_used and shapes[-1].item.is_used
-    drawing.parts.append(
-        f'<path class="line{"" if is_used else " unused"}" marker-end="url(#tip)" '
-        f'd="{" ".join(path)}"/>'
-    )
+        if not is_last:
+            way.append(f"V{shape.bottom:.1f}")
+    drawing.path(f"line{_unused(shapes[0], shapes[-1])}", " ".join(way), "tip")
 
 
 def _draw_message(drawing: _Drawing, track: _Track) -> None:
@@ -388,20 +383,20 @@ def _draw_message(drawing: _Drawing, track: _Track) -> None:
     y = lower.y - _GAP / 2 - _TRACK * track.number
     radius = min(8.0, abs(upper.x - lower.x) / 2)
     side = 1 if lower.x > upper.x else -1
-    path = (
+    way = (
         f"M{upper.x:.1f} {upper.bottom:.1f} V{y - radius:.1f} "
         f"Q{upper.x:.1f} {y:.1f} {upper.x + side * radius:.1f} {y:.1f} "
         f"H{lower.x - side * radius:.1f} "
         f"Q{lower.x:.1f} {y:.1f} {lower.x:.1f} {y + radius:.1f} V{lower.y - 1:.1f}"
     )
-    is_used = upper.item.is_used and lower.item.is_used
-    unused = "" if is_used else " unused"
-    drawing.parts.append(f'<path class="message{unused}" marker-end="url(#head)" d="{path}"/>')
-    beside = upper.item.column == lower.item.column
-    label = text_at(
-        track.label_at, y + (3 if beside else -5), track.label, f"label{unused}", "middle"
-    )
-    drawing.over.append(label)
+    unused = _unused(upper, lower)
+    drawing.path(f"message{unused}", way, "head")
+    at = y + (3 if upper.item.column == lower.item.column else -5)
+    drawing.over.append(text_at(track.label_at, at, track.label, f"label{unused}", "middle"))
+
+
+def _unused(upper: _Shape, lower: _Shape) -> str:
+    return "" if upper.item.is_used and lower.item.is_used else " unused"
 
 
 def _draw_box(drawing: _Drawing, shape: _Shape, box: Box) -> None:
@@ -416,13 +411,10 @@ def _draw_box(drawing: _Drawing, shape: _Shape, box: Box) -> None:
     elif box.is_root:
         kind = "root"
     unused = "" if shape.item.is_used else ' class="unused"'
-    left = shape.x - shape.width / 2
     listed = ", ".join(f"{name} ×{n}" if n > 1 else name for name, n in box.names[:40])
     drawing.parts.append(f"<g{unused}><title>{html.escape(listed)}</title>")
-    drawing.parts.append(
-        f'<rect class="{kind}" x="{left:.1f}" y="{shape.y:.1f}" width="{shape.width:.1f}" '
-        f'height="{shape.height:.1f}" rx="{radius:.1f}"/>'
-    )
+    left = shape.x - shape.width / 2
+    drawing.rect(kind, left, shape.y, shape.width, shape.height, radius)
     y = shape.y + (14.5 if box.message is not None else 17.0)
     for number, line in enumerate(shape.lines):
         kind_of_text = "small" if number or box.message is not None else ""
@@ -433,7 +425,7 @@ def _draw_box(drawing: _Drawing, shape: _Shape, box: Box) -> None:
 def _legend(layout: Layout) -> str:
     items = [item for row in layout.rows for cell in row for item in cell if item.box is not None]
     said = []
-    if any(item.box is not None and item.box.gradient_count for item in items):
+    if any(item.box and item.box.gradient_count for item in items):
         said.append("filled: a leaf with a gradient")
     if any(not item.is_used for item in items):
         said.append("faint: not used by the root")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from telegrad.observe.boxes import BoxKind
 from telegrad.observe.layout import Item, Layout
-from telegrad.observe.words import details_of, message_label, title_of
+from telegrad.observe.words import details_of, message_label, title_of, words_of_cut
 
 __all__ = ["render"]
 
@@ -49,8 +49,7 @@ def render(layout: Layout, title: str) -> str:
             lines.append(_across([c[depth] if depth < len(c) else "" for c in row], widths))
         lines += [_arrow(u, lo, starts, widths) for u, lo in leaving.get(number, ())]
         if layout.cut is not None and layout.cut.after_row == number:
-            cut = layout.cut
-            lines.append(f"⋮ {cut.rows} rows left out: {cut.boxes} boxes, {cut.messages} messages")
+            lines.append(f"⋮ {words_of_cut(layout.cut)}")
     return "\n".join(line.rstrip() for line in lines)
 
 

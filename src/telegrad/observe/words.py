@@ -6,8 +6,9 @@ import re
 from collections.abc import Sequence
 
 from telegrad.observe.boxes import Box, BoxKind, Size
+from telegrad.observe.layout import Cut
 
-__all__ = ["amount", "details_of", "message_label", "shape_of", "title_of"]
+__all__ = ["amount", "details_of", "message_label", "shape_of", "title_of", "words_of_cut"]
 
 _LONGEST_NAME = 26
 _BACKWARD = re.compile(r"Backward\d*$")
@@ -35,6 +36,10 @@ def message_label(sizes: Sequence[Size]) -> str:
     if len(sizes) > 2:
         return f"{len(sizes)} tensors · {total}"
     return f"{', '.join(map(shape_of, sizes))} · {total}"
+
+
+def words_of_cut(cut: Cut) -> str:
+    return f"{cut.rows} rows left out: {cut.boxes} boxes, {cut.messages} messages"
 
 
 def title_of(box: Box) -> str:

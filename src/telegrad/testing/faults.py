@@ -28,34 +28,40 @@ import random
 import signal
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from telegrad.rpc.group import current
-from telegrad.transport.base import Connection, Transport
-from telegrad.transport.wrapping import LateConnection, WrappedTransport, without_rider
-from telegrad.wire.frames import Kind
+from telegrad.transport.base import Connection, ConnectionClosed, Transport, TransportTimeout
+from telegrad.transport.wrapping import WrappedConnection, WrappedTransport
+from telegrad.wire.frames import Flags, Kind, split_rider
 
-__all__ = ["Fault", "Faults"]
+__all__ = ["Fault", "Faults", "FaultyConnection"]
 
 Action = Literal["drop", "delay", "duplicate", "kill"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One rule."""
+    """One rule, and what it does to a message."""
 
     action: Action
     kind: Kind
-    times: int | None
+    times: int | None = None
     """How often it strikes; None is always."""
-    after: int
+    after: int = 0
     """How many messages of the kind pass before it strikes at all."""
-    chance: float
-    on: str | None
+    chance: float = 1.0
+    on: str | None = None
     """The worker that it strikes; None is every one."""
     seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.chance <= 1.0:
+            raise ValueError(f"chance must be within 0 and 1, got {self.chance}")
+        if self.after < 0 or self.seconds < 0 or (self.times is not None and self.times < 0):
+            raise ValueError("times, after and seconds must not be negative")
 
 
 @dataclass(frozen=True)
@@ -82,7 +88,7 @@ class Faults:
         on: str | None = None,
     ) -> Faults:
         """Messages of this kind do not arrive."""
-        return self._and("drop", kind, times, after, chance, on)
+        return self._and("drop", kind, times=times, after=after, chance=chance, on=on)
 
     def delay(
         self,
@@ -95,7 +101,9 @@ class Faults:
         on: str | None = None,
     ) -> Faults:
         """They arrive later; others may overtake them."""
-        return self._and("delay", kind, times, after, chance, on, seconds)
+        return self._and(
+            "delay", kind, times=times, after=after, chance=chance, on=on, seconds=seconds
+        )
 
     def duplicate(
         self,
@@ -107,36 +115,14 @@ class Faults:
         on: str | None = None,
     ) -> Faults:
         """They arrive twice."""
-        return self._and("duplicate", kind, times, after, chance, on)
+        return self._and("duplicate", kind, times=times, after=after, chance=chance, on=on)
 
     def kill_at(self, kind: Kind, *, after: int = 0, on: str | None = None) -> Faults:
         """The process dies (`kill -9`) when it is about to send one of these, after so many."""
-        return self._and("kill", kind, 1, after, 1.0, on)
+        return self._and("kill", kind, times=1, after=after, on=on)
 
-    def _and(
-        self,
-        action: Action,
-        kind: Kind,
-        times: int | None,
-        after: int,
-        chance: float,
-        on: str | None,
-        seconds: float = 0.0,
-    ) -> Faults:
-        if not 0.0 <= chance <= 1.0:
-            raise ValueError(f"chance must be within 0 and 1, got {chance}")
-        if after < 0 or seconds < 0 or (times is not None and times < 0):
-            raise ValueError("times, after and seconds must not be negative")
-        rule = Fault(
-            action=action,
-            kind=Kind(kind),
-            times=times,
-            after=after,
-            chance=chance,
-            on=on,
-            seconds=seconds,
-        )
-        return replace(self, rules=(*self.rules, rule))
+    def _and(self, action: Action, kind: Kind, **when: Any) -> Faults:
+        return replace(self, rules=(*self.rules, Fault(action=action, kind=Kind(kind), **when)))
 
     @property
     def struck(self) -> Counter[tuple[str, Kind]]:
@@ -144,12 +130,14 @@ class Faults:
         return self._campaign.struck()
 
     def __call__(self, transport: Transport) -> Transport:
-        return WrappedTransport(transport, lambda connection: _FaultyConnection(connection, self))
+        return WrappedTransport(
+            transport, lambda connection: FaultyConnection(connection, self.fate_of)
+        )
 
     def __reduce__(self) -> tuple[type[Faults], tuple[int, tuple[Fault, ...]]]:
         return Faults, (self.seed, self.rules)
 
-    def fate_of(self, kind: Kind) -> Fault | None:
+    def fate_of(self, kind: Kind, body: bytes = b"") -> Fault | None:
         """What happens to a message that is about to be sent; counts it."""
         rules = [rule for rule in self.rules if rule.kind is kind]
         return self._campaign.choose(self, rules) if rules else None
@@ -195,12 +183,19 @@ class _Campaign:
         )
 
 
-class _FaultyConnection(LateConnection):
-    """A connection whose messages meet their fate on the way out."""
+class FaultyConnection(WrappedConnection):
+    """A connection whose messages meet their fate on the way out.
 
-    def __init__(self, connection: Connection, faults: Faults) -> None:
+    Args:
+        fate_of: what happens to a message of this kind and body; None is nothing.
+    """
+
+    def __init__(
+        self, connection: Connection, fate_of: Callable[[Kind, bytes], Fault | None]
+    ) -> None:
         super().__init__(connection)
-        self._faults = faults
+        self._fate_of = fate_of
+        self._send_lock = threading.Lock()  # one message at a time leaves: late ones come between
 
     def send(
         self,
@@ -212,21 +207,46 @@ class _FaultyConnection(LateConnection):
         body: Sequence[bytes | memoryview] = (),
         buffers: Sequence[memoryview] = (),
     ) -> None:
-        flags, body, _ = without_rider(flags, body, self._loses_rider)
+        own = b"".join(body)
+        if flags & Flags.RIDER and body:  # a message of its own, that travels in front of this one
+            rider, payload, own = split_rider(own)
+            fault = self._fate_of(rider, payload)
+            if fault is not None and fault.action == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if fault is not None and fault.action == "drop":
+                flags, body = flags & ~Flags.RIDER, [own]
         message = (kind, flags, call_id, context_id, message_id, body, buffers)
-        fault = self._faults.fate_of(kind)
+        fault = self._fate_of(kind, own)
         if fault is None:
-            self.send_now(*message)
+            self._send_now(*message)
         elif fault.action == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        elif fault.action == "drop":
+            self.drop(flags, call_id)
         elif fault.action == "delay":
-            self.send_later(fault.seconds, *message)
+            copies = [memoryview(bytes(buffer)) for buffer in buffers]
+            late = (*message[:5], [b"".join(body)], copies)
+            timer = threading.Timer(fault.seconds, self._send_late, late)
+            timer.daemon = True
+            timer.start()
         elif fault.action == "duplicate":
-            self.send_now(*message)
-            self.send_now(*message)
+            self._send_now(*message)
+            self._send_now(*message)
 
-    def _loses_rider(self, kind: Kind, payload: bytes) -> bool:
-        fault = self._faults.fate_of(kind)
-        if fault is not None and fault.action == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        return fault is not None and fault.action == "drop"
+    def drop(self, flags: int, call_id: int) -> None:
+        """A message is lost."""
+
+    def _send_now(self, *message: Any) -> None:
+        with self._send_lock:
+            self._connection.send(*message)
+
+    def _send_late(self, *message: Any) -> None:
+        try:
+            self._send_now(*message)
+        except (ConnectionClosed, TransportTimeout):
+            pass  # it came too late for this connection
+
+    def close(self) -> None:
+        self._connection.interrupt()  # ends a late message that is being sent
+        with self._send_lock:
+            self._connection.close()

@@ -52,22 +52,13 @@ class SimulatedNetwork:
         seed: decides the order, and which messages are lost or repeated.
         loss: the chance that a posted message is lost.
         repetition: the chance that a posted message is delivered twice.
-        in_order: deliver in the order of sending instead of at random.
     """
 
-    def __init__(
-        self,
-        seed: int = 0,
-        *,
-        loss: float = 0.0,
-        repetition: float = 0.0,
-        in_order: bool = False,
-    ) -> None:
+    def __init__(self, seed: int = 0, *, loss: float = 0.0, repetition: float = 0.0) -> None:
         self.now = 0.0
         self.sent: Counter[Kind] = Counter()
         self._loss = loss
         self._repetition = repetition
-        self._in_order = in_order
         self._random = random.Random(seed)
         self._numbers = itertools.count()
         self._changed = threading.Condition()  # guards all below, and the fields above
@@ -104,8 +95,7 @@ class SimulatedNetwork:
         with self._changed:
             if not self._under_way:
                 return False
-            index = 0 if self._in_order else self._random.randrange(len(self._under_way))
-            to, deliver = self._under_way.pop(index)
+            to, deliver = self._under_way.pop(self._random.randrange(len(self._under_way)))
             if to in self._lost:
                 return True
         deliver()

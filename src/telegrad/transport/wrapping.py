@@ -6,21 +6,18 @@ connection derives from `WrappedConnection` and says only what it does otherwise
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from telegrad.transport.base import (
     Connection,
-    ConnectionClosed,
     Listener,
     MemorySharing,
     Transport,
-    TransportTimeout,
 )
-from telegrad.wire.frames import Flags, Frame, Kind, split_rider
+from telegrad.wire.frames import Frame, Kind
 
-__all__ = ["LateConnection", "WrappedConnection", "WrappedTransport", "without_rider"]
+__all__ = ["WrappedConnection", "WrappedTransport"]
 
 Wrap = Callable[[Connection], Connection]
 
@@ -128,58 +125,3 @@ class WrappedConnection:
 
     def close(self) -> None:
         self._connection.close()
-
-
-class LateConnection(WrappedConnection):
-    """One that can send messages later, while its sender goes on."""
-
-    def __init__(self, connection: Connection) -> None:
-        super().__init__(connection)
-        self._send_lock = threading.Lock()  # one message at a time leaves: late ones come between
-
-    def send_now(self, *message: Any) -> None:
-        """Sends a message; the arguments are those of `send`."""
-        with self._send_lock:
-            self._connection.send(*message)
-
-    def send_later(
-        self,
-        seconds: float,
-        kind: Kind,
-        flags: int,
-        call_id: int,
-        context_id: int,
-        message_id: int,
-        body: Sequence[bytes | memoryview],
-        buffers: Sequence[memoryview],
-    ) -> None:
-        """Sends a copy of the message, from a thread of its own: others may overtake it."""
-        copies = [memoryview(bytes(buffer)) for buffer in buffers]
-        late = (kind, flags, call_id, context_id, message_id, [b"".join(body)], copies)
-        timer = threading.Timer(seconds, self._send_late, late)
-        timer.daemon = True
-        timer.start()
-
-    def _send_late(self, *message: Any) -> None:
-        try:
-            self.send_now(*message)
-        except (ConnectionClosed, TransportTimeout):
-            pass  # it came too late for this connection
-
-    def close(self) -> None:
-        self._connection.interrupt()  # ends a late message that is being sent
-        with self._send_lock:
-            self._connection.close()
-
-
-def without_rider(
-    flags: int, body: Sequence[bytes | memoryview], is_lost: Callable[[Kind, bytes], bool]
-) -> tuple[int, Sequence[bytes | memoryview], bytes]:
-    """A message's flags and body, without what rides in front of it if that is lost; and its body
-    without that in any case."""
-    if not flags & Flags.RIDER or not body:
-        return flags, body, b"".join(body)
-    kind, payload, rest = split_rider(b"".join(body))
-    if is_lost(kind, payload):
-        return flags & ~Flags.RIDER, [rest], rest
-    return flags, body, rest

@@ -10,9 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from telegrad.tools import plots
 from telegrad.tools.bench import passes
-from telegrad.tools.bench.harness import Result
-from telegrad.tools.bench.plot import svg
 from telegrad.tools.cli import main
 
 
@@ -65,20 +64,25 @@ def test_it_names_its_cases(capsys):
     assert {"empty call", "echo of 16 MB"} < set(capsys.readouterr().out.splitlines())
 
 
-def test_bars_point_to_the_right_of_one_where_telegrad_is_faster():
+def test_bars_point_to_the_right_of_one_where_telegrad_is_faster(tmp_path, fonts):
     def bar(ratio):
-        result = Result(name="a < b", torch=ratio, telegrad=1.0, ratio=ratio, mark=None)
-        root = ElementTree.fromstring(svg([result]))
-        *_, rect = root.iter("{http://www.w3.org/2000/svg}rect")
-        (one,) = [line for line in root if line.get("stroke") == "black"]
-        return float(rect.get("x")), float(rect.get("width")), float(one.get("x1"))
+        path = tmp_path / "ratios.svg"
+        plots.save_ratios(path, [("a < b", ratio, "")], "title", "foot")
+        drawn = ElementTree.parse(path).getroot()
+        assert "a < b" in [e.text for e in drawn.iter("{http://www.w3.org/2000/svg}text")]
+        paths = list(drawn.iter("{http://www.w3.org/2000/svg}path"))
+        (filled,) = [p for p in paths if {"#2a7f62", "#b5483a"} & set(p.get("style", "").split())]
+        return filled.get("style"), filled.get("d")
 
-    begin, width, one = bar(8.0)
-    assert begin == pytest.approx(one, abs=0.1)
-    assert width > 100
-    begin, width, one = bar(0.5)
-    assert begin + width == pytest.approx(one, abs=0.2)
-    assert bar(1e-3)[0] >= 0
+    assert "#2a7f62" in bar(8.0)[0]
+    assert "#b5483a" in bar(0.5)[0]
+    assert "nan" not in bar(1e-3)[1]
+
+
+def test_a_plot_without_matplotlib_is_refused_with_what_to_install(monkeypatch, capsys):
+    monkeypatch.setattr(plots, "are_available", lambda: False)
+    assert main(["bench", "echo", "--plot", "plot.svg"]) == 2
+    assert "pip install 'telegrad[plots]'" in capsys.readouterr().err
 
 
 def test_all_trainers_train_at_once(monkeypatch):

@@ -10,8 +10,7 @@ import sys
 
 import pytest
 
-from telegrad.tools.doctor.finding import Level
-from telegrad.tools.doctor.host import look_at_host
+from telegrad.tools.doctor.host import Level, look_at_host
 
 DOCTOR = f"{sys.executable} -m telegrad doctor"
 

@@ -1,4 +1,6 @@
-"""In the place of `torch.distributed.rpc`."""
+"""In the place of `torch.distributed.rpc`: what torch's has, and `init_rpc`."""
+
+# ruff: noqa: F401
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
-import telegrad.compat.autograd as dist_autograd
+from telegrad import autograd
 from telegrad.compat.rpc import (
     _utils,
     api,
@@ -21,27 +23,7 @@ from telegrad.compat.rpc import (
     server_process_global_profiler,
 )
 from telegrad.compat.rpc.agents import RpcAgent, TensorPipeAgent, enable_gil_profiling
-from telegrad.compat.rpc.api import (
-    AllGatherStates,
-    PyRRef,
-    RRef,
-    _cleanup_python_rpc_handler,
-    _delete_all_user_and_unforked_owner_rrefs,
-    _destroy_rref_context,
-    _get_current_rpc_agent,
-    _is_current_rpc_agent_set,
-    _reset_current_rpc_agent,
-    _rref_context_get_debug_info,
-    _set_and_start_rpc_agent,
-    _set_rpc_timeout,
-    _wait_all,
-    get_rpc_timeout,
-    get_worker_info,
-    remote,
-    rpc_async,
-    rpc_sync,
-    shutdown,
-)
+from telegrad.compat.rpc.api import *  # noqa: F403
 from telegrad.compat.rpc.backend_registry import (
     BackendValue,
     backend_registered,
@@ -49,79 +31,20 @@ from telegrad.compat.rpc.backend_registry import (
     init_backend,
     register_backend,
 )
-from telegrad.compat.rpc.constants import (
-    DEFAULT_INIT_METHOD as _DEFAULT_INIT_METHOD,
-)
-from telegrad.compat.rpc.constants import (
-    DEFAULT_NUM_WORKER_THREADS as _DEFAULT_NUM_WORKER_THREADS,
-)
-from telegrad.compat.rpc.constants import (
-    DEFAULT_RPC_TIMEOUT_SEC as _DEFAULT_RPC_TIMEOUT_SEC,
-)
-from telegrad.compat.rpc.constants import (
-    UNSET_RPC_TIMEOUT as _UNSET_RPC_TIMEOUT,
-)
 from telegrad.compat.rpc.options import (
     RpcBackendOptions,
     TensorPipeRpcBackendOptions,
     _TensorPipeRpcBackendOptionsBase,
     to_rpc_options,
 )
-from telegrad.compat.rpc.server_process_global_profiler import _server_process_global_profile
+from telegrad.compat.rpc.profiling import _server_process_global_profile
 from telegrad.rpc.group.rendezvous import meet
 from telegrad.rpc.group.worker_info import WorkerInfo
 
-__all__ = [
-    "_DEFAULT_INIT_METHOD",
-    "_DEFAULT_NUM_WORKER_THREADS",
-    "_DEFAULT_RPC_TIMEOUT_SEC",
-    "_UNSET_RPC_TIMEOUT",
-    "AllGatherStates",
-    "BackendType",
-    "BackendValue",
-    "PyRRef",
-    "RRef",
-    "RpcAgent",
-    "RpcBackendOptions",
-    "TensorPipeAgent",
-    "TensorPipeRpcBackendOptions",
-    "WorkerInfo",
-    "_TensorPipeRpcBackendOptionsBase",
-    "_cleanup_python_rpc_handler",
-    "_delete_all_user_and_unforked_owner_rrefs",
-    "_destroy_rref_context",
-    "_get_current_rpc_agent",
-    "_is_current_rpc_agent_set",
-    "_reset_current_rpc_agent",
-    "_rref_context_get_debug_info",
-    "_server_process_global_profile",
-    "_set_and_start_rpc_agent",
-    "_set_rpc_timeout",
-    "_utils",
-    "_wait_all",
-    "api",
-    "backend_registered",
-    "backend_registry",
-    "constants",
-    "construct_rpc_backend_options",
-    "enable_gil_profiling",
-    "functions",
-    "get_rpc_timeout",
-    "get_worker_info",
-    "init_backend",
-    "init_rpc",
-    "internal",
-    "is_available",
-    "options",
-    "register_backend",
-    "remote",
-    "rpc_async",
-    "rpc_sync",
-    "rref_proxy",
-    "server_process_global_profiler",
-    "shutdown",
-]
-
+_DEFAULT_INIT_METHOD = constants.DEFAULT_INIT_METHOD
+_DEFAULT_NUM_WORKER_THREADS = constants.DEFAULT_NUM_WORKER_THREADS
+_DEFAULT_RPC_TIMEOUT_SEC = constants.DEFAULT_RPC_TIMEOUT_SEC
+_UNSET_RPC_TIMEOUT = constants.UNSET_RPC_TIMEOUT
 _is_tensorpipe_available = True
 _log = logging.getLogger("telegrad.rpc")
 
@@ -159,7 +82,7 @@ def init_rpc(
     if rpc_backend_options is None:
         rpc_backend_options = construct_rpc_backend_options(backend)
     store, rank, size = meet(to_rpc_options(rpc_backend_options), rank, world_size or None)
-    dist_autograd._init(rank)
+    autograd._init(rank)
     _init_rpc_backend(backend, store, name, rank, size or None, rpc_backend_options)
 
 
@@ -209,7 +132,7 @@ def _init_rpc_backend(
 ) -> None:
     backend = backend_registry.BackendType.TENSORPIPE if backend is None else backend
     _validate_rpc_args(backend, store, name, rank, world_size, rpc_backend_options)
-    if _is_current_rpc_agent_set():
+    if api._is_current_rpc_agent_set():
         raise RuntimeError("RPC is already initialized")
     agent = backend_registry.init_backend(
         backend,
@@ -226,9 +149,9 @@ def _init_rpc_backend(
 def _get_debug_info() -> dict[str, Any]:
     """What this worker knows of its references, its agent and its autograd contexts."""
     return {
-        **_rref_context_get_debug_info(),
-        **_get_current_rpc_agent().get_debug_info(),
-        **dist_autograd._get_debug_info(),
+        **api._rref_context_get_debug_info(),
+        **api._get_current_rpc_agent().get_debug_info(),
+        **autograd._get_debug_info(),
     }
 
 

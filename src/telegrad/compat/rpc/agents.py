@@ -122,9 +122,6 @@ class TensorPipeAgent(RpcAgent):
         maps: DeviceMaps = getattr(self._options, "device_maps", {})
         return maps.get(worker.name, {})
 
-    def _get_backend_options(self) -> RpcBackendOptions:
-        return self._options
-
 
 def _gil_wait_seconds() -> float:
     """How long a thread that has let the interpreter lock go waits to get it back, now."""

@@ -43,7 +43,7 @@ from telegrad.compat.rpc.internal import (
     _run_pickled,
     builtin_name,
 )
-from telegrad.compat.torchscript.arguments import check_arguments
+from telegrad.compat.torchscript.scripted import check_arguments
 from telegrad.errors import RRefError
 from telegrad.rpc.api import _set_rpc_timeout, get_rpc_timeout
 from telegrad.rpc.calls.futures import wait_for
@@ -55,18 +55,24 @@ from telegrad.rpc.references.texts import leak_error
 
 __all__ = [
     "AllGatherStates",
+    "PyRRef",
     "RRef",
     "_all_gather",
     "_barrier",
     "_broadcast_to_followers",
     "_build_rpc_profiling_key",
+    "_cleanup_python_rpc_handler",
+    "_delete_all_user_and_unforked_owner_rrefs",
+    "_destroy_rref_context",
     "_gather_to_leader",
     "_get_current_rpc_agent",
     "_is_current_rpc_agent_set",
     "_reset_current_rpc_agent",
+    "_rref_context_get_debug_info",
     "_rref_typeof_on_owner",
     "_set_and_start_rpc_agent",
     "_set_rpc_timeout",
+    "_wait_all",
     "_wait_all_workers",
     "get_rpc_timeout",
     "get_worker_info",
@@ -227,14 +233,6 @@ def get_worker_info(worker_name: str | int | None = None) -> WorkerInfo:
         agent.get_worker_info() if worker_name is None else agent.get_worker_info(worker_name)
     )
     return info
-
-
-def _to_worker_info(to: str | int | WorkerInfo) -> WorkerInfo:
-    if isinstance(to, WorkerInfo):
-        return to
-    if isinstance(to, (str, int)):
-        return get_worker_info(to)
-    raise ValueError(f"Cannot get WorkerInfo from name {to}")
 
 
 def _rref_context_get_debug_info() -> dict[str, str]:

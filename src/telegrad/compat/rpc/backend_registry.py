@@ -19,10 +19,13 @@ from torch._C._distributed_c10d import Store
 from telegrad.compat.rpc import api, gathering, profiling
 from telegrad.compat.rpc import constants as rpc_constants
 from telegrad.compat.rpc.agents import TensorPipeAgent
-from telegrad.compat.rpc.devices import DeviceFacts, check_all, device_list, reverse_maps
 from telegrad.compat.rpc.options import (
+    DeviceFacts,
     RpcBackendOptions,
     TensorPipeRpcBackendOptions,
+    check_all,
+    device_list,
+    reverse_maps,
     to_rpc_options,
 )
 from telegrad.rpc.group import current
@@ -165,36 +168,29 @@ def _name(worker: Worker, worker_id: int) -> str:
     return worker.agent.network.members.name_of(worker_id) or str(worker_id)
 
 
+def check_start(store: Any, options: Any, wanted: type[RpcBackendOptions]) -> None:
+    """Raises TypeError, with torch's words, for what a backend cannot be started with."""
+    if not isinstance(store, Store):
+        raise TypeError(f"`store` must be a c10d::Store. {store}")
+    if not isinstance(options, wanted):
+        raise TypeError(f"`rpc_backend_options` must be a `{wanted.__name__}`. {options}")
+
+
 def _tensorpipe_construct_rpc_backend_options_handler(
-    rpc_timeout: float,
-    init_method: str,
-    num_worker_threads: int = rpc_constants.DEFAULT_NUM_WORKER_THREADS,
-    _transports: Sequence[str] | None = None,
-    _channels: Sequence[str] | None = None,
-    **kwargs: Any,
+    rpc_timeout: float, init_method: str, **given: Any
 ) -> TensorPipeRpcBackendOptions:
+    known = ("num_worker_threads", "_transports", "_channels")
     return TensorPipeRpcBackendOptions(
         rpc_timeout=rpc_timeout,
         init_method=init_method,
-        num_worker_threads=num_worker_threads,
-        _transports=_transports,
-        _channels=_channels,
+        **{name: given[name] for name in known if name in given},
     )
 
 
 def _tensorpipe_init_backend_handler(
-    store: Store,
-    name: str,
-    rank: int,
-    world_size: int | None,
-    rpc_backend_options: Any,
+    store: Store, name: str, rank: int, world_size: int | None, rpc_backend_options: Any
 ) -> TensorPipeAgent:
-    if not isinstance(store, Store):
-        raise TypeError(f"`store` must be a c10d::Store. {store}")
-    if not isinstance(rpc_backend_options, TensorPipeRpcBackendOptions):
-        raise TypeError(
-            f"`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`. {rpc_backend_options}"
-        )
+    check_start(store, rpc_backend_options, TensorPipeRpcBackendOptions)
     options = to_rpc_options(rpc_backend_options)
     return start_agent(store, name, rank, world_size, rpc_backend_options, options)
 

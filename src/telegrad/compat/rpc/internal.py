@@ -16,7 +16,6 @@ from enum import Enum
 from typing import Any, cast
 
 import torch
-from torch._C._autograd import _profiler_enabled
 
 from telegrad.rpc.references.fetch import register_reducer
 from telegrad.rpc.references.rref import RRef, rebuild_rref
@@ -137,15 +136,3 @@ def _build_rpc_profiling_key(
     exec_type: RPCExecMode, func_name: str, current_worker_name: str, dst_worker_name: str
 ) -> str:
     return f"rpc_{exec_type.value}#{func_name}({current_worker_name} -> {dst_worker_name})"
-
-
-def _start_record_function(
-    exec_type: RPCExecMode, func_name: str, current_worker_name: str, dest_worker_name: str
-) -> Any:
-    """Begins a profiler's record of a call; its callbacks are the caller's to end."""
-    if not _profiler_enabled():
-        raise AssertionError("Autograd profiler should be enabled.")
-    key = _build_rpc_profiling_key(exec_type, func_name, current_worker_name, dest_worker_name)
-    record = torch.autograd._RecordFunction()  # type: ignore[attr-defined]
-    torch.autograd._run_before_callbacks(record, key)  # type: ignore[attr-defined]
-    return record

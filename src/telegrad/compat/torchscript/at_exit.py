@@ -17,8 +17,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["call_begins", "call_ends", "converted", "finish", "will_convert"]
-
 _PATIENCE = 10.0
 _QUIET_LOOKS = 5
 _GRACE = 0.05

@@ -4,7 +4,6 @@ A value that comes from Python must become one of the interpreter's, of exactly 
 the place it goes to; to let torch guess from the value fails for an empty list, a None, an
 interface. A **box** does it: an object of a script class whose one attribute has the type. Setting
 the attribute converts the value, the operator returns the box, and the graph takes the attribute.
-It takes two microseconds.
 
 A **typed future** is made from one that Python completes: a forked script function waits for that
 and converts what it holds. The interpreter suspends it, so no thread is blocked. Python also keeps
@@ -13,15 +12,105 @@ a failure as a plain value, which is raised here.
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 from telegrad.compat.torchscript import at_exit
-from telegrad.compat.torchscript.generated import Exactly, compiled, generating, module_of
-from telegrad.compat.torchscript.remote_failures import with_place
-from telegrad.compat.torchscript.torch_jit import core
+from telegrad.compat.torchscript.compiling import (
+    PREFIX,
+    Exactly,
+    compiled,
+    core,
+    generating,
+    module_of,
+    state,
+)
+from telegrad.errors import RemoteError
 from telegrad.rpc.calls.kept_errors import again
 
-__all__ = ["Kind", "kind_named", "kind_of"]
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def with_place(error: BaseException) -> BaseException:
+    """The exception whose text says on which worker it was raised, if that was another one."""
+    return error.__cause__ if isinstance(error.__cause__, RemoteError) else error
+
+
+def telling_where(operator: Callable[_P, _R]) -> Callable[_P, _R]:
+    """An operator that raises what another worker has raised."""
+
+    @functools.wraps(operator)
+    def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        try:
+            return operator(*args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - it is raised again
+            raise with_place(error) from None
+
+    return wrapper
+
+
+Description = tuple[Any, ...]
+
+_SIMPLE: dict[str, Any] = {
+    "TensorType": core.TensorType,
+    "IntType": core.IntType,
+    "FloatType": core.FloatType,
+    "ComplexType": core.ComplexType,
+    "BoolType": core.BoolType,
+    "StringType": core.StringType,
+    "NoneType": core.NoneType,
+    "AnyType": core.AnyType,
+    "NumberType": core.NumberType,
+    "DeviceObjType": core.DeviceObjType,
+}
+
+
+def describe(type_: Any) -> Description:
+    """
+    Raises:
+        RuntimeError: there is no description of such a type.
+    """
+    kind = type_.kind()
+    if kind in _SIMPLE:
+        return (kind,)
+    if kind in ("ListType", "OptionalType", "FutureType"):
+        return kind, describe(type_.getElementType())
+    if kind == "DictType":
+        return kind, describe(type_.getKeyType()), describe(type_.getValueType())
+    if kind == "TupleType":
+        return kind, *(describe(element) for element in type_.elements())
+    name = type_.annotation_str
+    # The names of generated classes count them: on another worker they are others.
+    if kind in ("ClassType", "InterfaceType") and f".{PREFIX}" not in name:
+        return kind, name
+    raise RuntimeError(f"a TorchScript type {type_} cannot be told to another worker")
+
+
+def type_described(description: Description) -> Any:
+    """
+    Raises:
+        RuntimeError: it is a class that this process has not compiled.
+    """
+    kind, *parts = description
+    if kind in _SIMPLE:
+        return _SIMPLE[kind].get()
+    if kind == "ClassType":
+        return _known(state._python_cu.get_class(parts[0]), parts[0])
+    if kind == "InterfaceType":
+        return _known(state._python_cu.get_interface(parts[0]), parts[0])
+    inner = [type_described(part) for part in parts]
+    if kind == "TupleType":
+        return core.TupleType(inner)
+    return getattr(core, kind)(*inner)
+
+
+def _known(type_: Any, name: str) -> Any:
+    if type_ is None:
+        raise RuntimeError(f"this worker has no TorchScript type {name}: import its module here")
+    return type_
+
 
 _FUTURE = """
 @torch.jit.ignore
@@ -42,7 +131,6 @@ class Box:
 """
 
 _kinds: dict[str, Kind] = {}
-_numbered: list[Kind] = []
 
 
 class Kind:
@@ -127,10 +215,7 @@ def kind_of(type_: Any) -> Kind:
     kind = _kinds.get(name)
     if kind is None:
         with generating:
-            kind = _kinds.get(name)
-            if kind is None:
-                kind = _kinds[name] = Kind(type_, name, len(_numbered))
-                _numbered.append(kind)
+            kind = _kinds.setdefault(name, Kind(type_, name, len(_kinds)))
     return kind
 
 

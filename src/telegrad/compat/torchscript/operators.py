@@ -15,20 +15,16 @@ from torch._C._autograd import _profiler_enabled
 
 from telegrad import autograd, rpc
 from telegrad.compat.torchscript import references
-from telegrad.compat.torchscript.arguments import check_arguments
-from telegrad.compat.torchscript.kinds import kind_named, kind_of
-from telegrad.compat.torchscript.remote_failures import telling_where
-from telegrad.compat.torchscript.scripted import function_named, target
-from telegrad.compat.torchscript.torch_jit import library as torch_library
-from telegrad.compat.torchscript.waiting import (
+from telegrad.compat.torchscript.compiling import library as torch_library
+from telegrad.compat.torchscript.kinds import kind_named, kind_of, telling_where
+from telegrad.compat.torchscript.scripted import check_arguments, function_named, target
+from telegrad.compat.torchscript.threads import (
     box_made_elsewhere,
     boxed_result,
     done,
     may_wait_here,
 )
 from telegrad.errors import TelegradError
-
-__all__ = ["BUILTINS", "MARK", "define"]
 
 MARK = "telegrad::destination"
 """Around the destination of a call, it says that the call is telegrad's."""

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import importlib
 import threading
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from telegrad.compat.torchscript.torch_jit import state
+from telegrad.compat.torchscript.compiling import state
 from telegrad.errors import TelegradError
-
-__all__ = ["Target", "function_named", "target"]
 
 _ROOT = "__torch__"
 _MAIN = ("__main__", "__mp_main__")  # the program itself, in processes that it has spawned
@@ -87,3 +86,29 @@ def _import(qualified_name: str) -> Any:
             f"{qualified_name} ({reason})"
         )
     return function
+
+
+def check_arguments(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Checks a call before it leaves, with torch's texts.
+
+    Raises:
+        TelegradError: there are too many, too few, or one has a name that the function lacks.
+    """
+    arguments = schema.arguments
+    if len(args) > len(arguments):
+        raise TelegradError(
+            f"{schema.name}() expected at most {len(arguments)} argument(s) but received "
+            f"{len(args)} argument(s). Declaration: {schema}"
+        )
+    left = {argument.name: argument for argument in arguments[len(args) :]}
+    for keyword in kwargs:
+        if left.pop(keyword, None) is None:
+            raise TelegradError(
+                f"Unknown keyword argument '{keyword}' for operator '{schema.name}'. "
+                f"Schema: {schema}"
+            )
+    for name, argument in left.items():
+        if not argument.has_default_value():
+            raise TelegradError(
+                f"{schema.name}() is missing value for argument '{name}'. Declaration: {schema}"
+            )

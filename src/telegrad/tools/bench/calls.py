@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 import torch
 
-from telegrad.tools.bench.harness import Case, Op, Side
+from telegrad.tools.bench.harness import Case, Op, Prepare, Side
 
 A, B = torch.ones(4), torch.ones(4)
 THREAD_CALLS = 50
@@ -25,20 +26,9 @@ def echo(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def empty_call(side: Side) -> Op:
-    return lambda: side.rpc.rpc_sync("worker1", nothing)
-
-
-def python_function(side: Side) -> Op:
-    return lambda: side.rpc.rpc_sync("worker1", add, args=(A, B))
-
-
-def torch_builtin(side: Side) -> Op:
-    return lambda: side.rpc.rpc_sync("worker1", torch.add, args=(A, B))
-
-
-def async_and_wait(side: Side) -> Op:
-    return lambda: side.rpc.rpc_async("worker1", add, args=(A, B)).wait()
+def called(func: Callable[..., object], *args: object) -> Prepare:
+    """Preparing to time one `rpc_sync`."""
+    return lambda side: lambda: side.rpc.rpc_sync("worker1", func, args=args)
 
 
 def burst(side: Side) -> Op:
@@ -47,29 +37,6 @@ def burst(side: Side) -> Op:
         torch.futures.wait_all(futures)
 
     return run
-
-
-def reference(side: Side) -> Op:
-    return lambda: side.rpc.remote("worker1", add, args=(A, B)).to_here()
-
-
-def echo_of(megabytes: int) -> Case:
-    x = torch.zeros(megabytes << 18)
-
-    def prepare(side: Side) -> Op:
-        return lambda: side.rpc.rpc_sync("worker1", echo, args=(x,))
-
-    mark = {1: 1.5, 16: 1.2, 64: 3.0}[megabytes]
-    return Case(name=f"echo of {megabytes} MB", prepare=prepare, mark=mark)
-
-
-def echo_of_many(count: int, elements: int, size: str) -> Case:
-    tensors = [torch.zeros(elements) for _ in range(count)]
-
-    def prepare(side: Side) -> Op:
-        return lambda: side.rpc.rpc_sync("worker1", echo, args=(tensors,))
-
-    return Case(name=f"echo of {count} tensors of {size}", prepare=prepare)
 
 
 def keep_busy(seconds: float) -> None:
@@ -112,15 +79,30 @@ def threads(count: int) -> Case:
 
 
 CASES = [
-    Case(name="empty call", prepare=empty_call, mark=3.0),
-    Case(name="Python function, two small tensors", prepare=python_function, mark=3.0),
-    Case(name="torch builtin, two small tensors", prepare=torch_builtin, mark=3.0),
-    Case(name="rpc_async(...).wait()", prepare=async_and_wait, mark=3.0),
+    Case(name="empty call", prepare=called(nothing), mark=3.0),
+    Case(name="Python function, two small tensors", prepare=called(add, A, B), mark=3.0),
+    Case(name="torch builtin, two small tensors", prepare=called(torch.add, A, B), mark=3.0),
+    Case(
+        name="rpc_async(...).wait()",
+        prepare=lambda side: lambda: side.rpc.rpc_async("worker1", add, args=(A, B)).wait(),
+        mark=3.0,
+    ),
     Case(name="burst of 200 rpc_async", prepare=burst, per=200, mark=3.0),
-    Case(name="remote(...).to_here()", prepare=reference),
+    Case(
+        name="remote(...).to_here()",
+        prepare=lambda side: lambda: side.rpc.remote("worker1", add, args=(A, B)).to_here(),
+    ),
     Case(name="call to a worker busy with Python", prepare=busy_worker, per=5),
     *[threads(count) for count in (1, 2, 4, 8)],
-    *[echo_of(megabytes) for megabytes in (1, 16, 64)],
-    echo_of_many(1000, 4, "16 B"),
-    echo_of_many(100, 90_000, "360 kB"),
+    *[
+        Case(name=f"echo of {mb} MB", prepare=called(echo, torch.zeros(mb << 18)), mark=mark)
+        for mb, mark in ((1, 1.5), (16, 1.2), (64, 3.0))
+    ],
+    *[
+        Case(
+            name=f"echo of {count} tensors of {size}",
+            prepare=called(echo, [torch.zeros(elements) for _ in range(count)]),
+        )
+        for count, elements, size in ((1000, 4, "16 B"), (100, 90_000, "360 kB"))
+    ],
 ]

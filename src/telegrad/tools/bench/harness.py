@@ -31,9 +31,11 @@ import telegrad.autograd
 import telegrad.rpc
 
 Op = Callable[[], object]
+Prepare = Callable[["Side"], Op]
 
 ROUNDS = 5
 SECONDS_A_ROUND = 0.25
+_PATIENCE = 100.0  # seconds for processes to start: each may import torch
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class Case:
     """
 
     name: str
-    prepare: Callable[[Side], Op]
+    prepare: Prepare
     per: int = 1
     mark: float | None = None
     workers: int = 2
@@ -77,8 +79,20 @@ class Result:
     torch: float
     telegrad: float
     ratio: float
-    mark: float | None
+    mark: float | None = None
     unit: str = "s"
+
+    @classmethod
+    def of_rounds(cls, name: str, found: dict[str, list[float]], **given: Any) -> Result:
+        """The medians of what was found on each side, and of the rounds' ratios."""
+        ratios = [t / g for t, g in zip(found["torch"], found["telegrad"], strict=True)]
+        return cls(
+            name=name,
+            torch=statistics.median(found["torch"]),
+            telegrad=statistics.median(found["telegrad"]),
+            ratio=statistics.median(ratios),
+            **given,
+        )
 
     @property
     def is_good(self) -> bool:
@@ -87,26 +101,34 @@ class Result:
 
 
 class Arena:
-    """The processes of one side: a driver, which runs the cases, and the workers it calls."""
+    """The processes of one side: a driver, which runs the cases, and the workers it calls.
 
-    def __init__(self, side: str, size: int, *, apart: bool) -> None:
+    Attributes:
+        directory: where they meet.
+        started: seconds from when all processes run to when all have joined.
+    """
+
+    def __init__(self, side: str, size: int, *, apart: bool = False) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="telegrad-bench-")
+        self.directory = self._directory.name
         start: Any = multiprocessing.get_context("spawn" if apart else "forkserver")
+        if not apart:
+            start.set_forkserver_preload([__name__])
         line: Connection
         self._line: Connection
         self._line, line = start.Pipe()
         self._done = start.Event()
-        where = self._directory.name
-        self._processes = [start.Process(target=_drive, args=(side, where, size, line))]
+        joining = side, self.directory, size, start.Barrier(size)
+        self._processes = [start.Process(target=_drive, args=(joining, line))]
         self._processes += [
-            start.Process(target=_serve, args=(side, where, rank, size, self._done))
+            start.Process(target=_serve, args=(joining, rank, self._done))
             for rank in range(1, size)
         ]
         for process in self._processes:
             process.daemon = True
             process.start()
         line.close()  # so that the driver's death ends a wait for it
-        self._line.recv()
+        self.started: float = self._line.recv()
 
     def ask(self, function: Callable[..., Any], *args: Any) -> Any:
         """Runs a function in the driver."""
@@ -140,10 +162,19 @@ class Arena:
         for process in self._processes:
             os.kill(process.pid or 0, signal.SIGCONT)
 
-    def close(self) -> None:
+    def close(self) -> float:
+        """Returns the seconds that the driver's shutdown took."""
         self._done.set()
         self._line.send(None)
+        taken: float = self._line.recv()
         for process in self._processes:
+            process.join()
+        self._directory.cleanup()
+        return taken
+
+    def kill(self) -> None:
+        for process in self._processes:
+            process.kill()
             process.join()
         self._directory.cleanup()
 
@@ -176,14 +207,7 @@ def measure(case: Case, sides: dict[str, Arena]) -> Result:
             arena.resume()
             times[side].append(arena.ask(_time) / case.per)
             arena.pause()
-    ratios = [t / g for t, g in zip(times["torch"], times["telegrad"], strict=True)]
-    return Result(
-        name=case.name,
-        torch=statistics.median(times["torch"]),
-        telegrad=statistics.median(times["telegrad"]),
-        ratio=statistics.median(ratios),
-        mark=case.mark,
-    )
+    return Result.of_rounds(case.name, times, mark=case.mark)
 
 
 # -- in the driver
@@ -193,7 +217,7 @@ _op: Op | None = None
 
 def _prepare(name: str, side: str) -> None:
     global _op
-    from telegrad.tools.bench.cases import all_cases
+    from telegrad.tools.bench.suite import all_cases
 
     (case,) = [case for case in all_cases() if case.name == name]
     _op = case.prepare(SIDES[side])
@@ -223,26 +247,39 @@ def median_of(ops: list[Callable[[], float]]) -> list[float]:
     return [statistics.median(column) for column in zip(*rounds, strict=True)]
 
 
-def _drive(side: str, directory: str, size: int, line: Connection) -> None:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    join_group(side, directory, 0, size)
-    line.send("ready")
+_Joining = tuple[str, str, int, Any]
+"""Side, directory, number of processes, and the barrier at which they wait for each other."""
+
+
+def _drive(joining: _Joining, line: Connection) -> None:
+    line.send(_join(joining, 0))
     while (wanted := line.recv()) is not None:
         function, args = wanted
         try:
             line.send(function(*args))
         except Exception as error:  # noqa: BLE001 - told to who asked
             line.send(error)
-    SIDES[side].rpc.shutdown()
+    begun = time.perf_counter()
+    SIDES[joining[0]].rpc.shutdown()
+    line.send(time.perf_counter() - begun)
 
 
-def _serve(side: str, directory: str, rank: int, size: int, done: Any) -> None:
+def _serve(joining: _Joining, rank: int, done: Any) -> None:
+    _join(joining, rank)
+    done.wait()
+    SIDES[joining[0]].rpc.shutdown()
+
+
+def _join(joining: _Joining, rank: int) -> float:
+    """Joins the group; returns the seconds that it took."""
+    side, directory, size, barrier = joining
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    barrier.wait(_PATIENCE)
+    begun = time.perf_counter()
     join_group(side, directory, rank, size)
-    done.wait()
-    SIDES[side].rpc.shutdown()
+    SIDES[side].rpc.api._all_gather(None)  # no worker waits for another's start below
+    return time.perf_counter() - begun
 
 
 def join_group(side: str, directory: str, rank: int, size: int) -> None:

@@ -162,34 +162,26 @@ def local_graph(nodes: int) -> Result:
     """A local graph behind one call: what a pass adds to plain backward."""
     side = SIDES["telegrad"]
 
-    def build(y: torch.Tensor) -> torch.Tensor:
+    def build(y: torch.Tensor, nodes: int) -> torch.Tensor:
         for _ in range(nodes):
             y = y + 1
         return y.sum()
 
     def plain() -> float:
-        loss = build(TINY * 2)
+        loss = build(TINY * 2, nodes)
         begun = time.perf_counter()
         loss.backward()  # type: ignore[no-untyped-call]
         return time.perf_counter() - begun
 
-    def distributed() -> float:
+    def distributed(nodes: int) -> float:
         with side.autograd.context() as context_id:
-            y = side.rpc.rpc_sync("worker1", torch.mul, args=(TINY, 2))
-            loss = build(y)
+            loss = build(side.rpc.rpc_sync("worker1", torch.mul, args=(TINY, 2)), nodes)
             begun = time.perf_counter()
             side.autograd.backward(context_id, [loss])
             return time.perf_counter() - begun
 
-    def empty() -> float:
-        with side.autograd.context() as context_id:
-            y = side.rpc.rpc_sync("worker1", torch.mul, args=(TINY, 2)).sum()
-            begun = time.perf_counter()
-            side.autograd.backward(context_id, [y])
-            return time.perf_counter() - begun
-
     with torch.enable_grad():
-        times = median_of([plain, distributed, empty])
+        times = median_of([plain, lambda: distributed(nodes), lambda: distributed(0)])
     TINY.grad = None
     added = times[1] - times[2]  # without what the network takes
     return Result(

@@ -14,7 +14,7 @@ from torch import nn
 
 import telegrad
 from telegrad.tensors import synchronize
-from telegrad.tools.bench.harness import Case, Op, Result, Side, median_of
+from telegrad.tools.bench.harness import Case, Op, Prepare, Result, median_of
 from telegrad.tools.bench.passes import TINY, forward, mlp_step, nested, scale, tiny_step
 
 __all__ = ["CASES", "beside_one_process"]
@@ -22,34 +22,32 @@ __all__ = ["CASES", "beside_one_process"]
 _WIDTH = 256
 
 
-def _tiny_step(side: Side) -> Op:
-    if side.name == "torch":
-        return tiny_step(side)
+def _plain(name: str, beside: Prepare, mark: float, run: Op) -> Case:
+    """
+    Args:
+        beside: the same step in a context, for torch's side.
+        run: the plain step.
+    """
+    return Case(
+        name=name,
+        prepare=lambda side: beside(side) if side.name == "torch" else run,
+        mark=mark,
+    )
 
-    def run() -> None:
-        TINY.grad = None
-        telegrad.call("worker1", scale, TINY).sum().backward()  # type: ignore[no-untyped-call]
 
-    return run
+def _tiny_step() -> None:
+    TINY.grad = None
+    telegrad.call("worker1", scale, TINY).sum().backward()  # type: ignore[no-untyped-call]
 
 
 def _mlp_step(width: int) -> Case:
-    head = nn.Linear(width, 1)
-    x = torch.ones(32, width)
-    beside = mlp_step(width)
+    head, x = nn.Linear(width, 1), torch.ones(32, width)
 
-    def prepare(side: Side) -> Op:
-        if side.name == "torch":
-            return beside.prepare(side)
+    def run() -> None:
+        head.zero_grad()
+        head(telegrad.call("worker1", forward, width, x)).sum().backward()
 
-        def run() -> None:
-            head.zero_grad()
-            hidden = telegrad.call("worker1", forward, width, x)
-            head(hidden).sum().backward()
-
-        return run
-
-    return Case(name=f"plain step of a remote {width}-wide MLP", prepare=prepare, mark=4.0)
+    return _plain(f"plain step of a remote {width}-wide MLP", mlp_step(width).prepare, 4.0, run)
 
 
 def _hop(hops: int, x: torch.Tensor) -> torch.Tensor:
@@ -60,23 +58,15 @@ def _hop(hops: int, x: torch.Tensor) -> torch.Tensor:
 
 
 def _nested(hops: int) -> Case:
-    beside = nested(hops)
+    def run() -> None:
+        TINY.grad = None
+        _hop(hops, TINY).sum().backward()  # type: ignore[no-untyped-call]
 
-    def prepare(side: Side) -> Op:
-        if side.name == "torch":
-            return beside.prepare(side)
-
-        def run() -> None:
-            TINY.grad = None
-            _hop(hops, TINY).sum().backward()  # type: ignore[no-untyped-call]
-
-        return run
-
-    return Case(name=f"plain step through {hops} nested hops", prepare=prepare, mark=4.0)
+    return _plain(f"plain step through {hops} nested hops", nested(hops).prepare, 4.0, run)
 
 
 CASES = [
-    Case(name="plain call and backward; tiny", prepare=_tiny_step, mark=7.0),
+    _plain("plain call and backward; tiny", tiny_step, 7.0, _tiny_step),
     _mlp_step(64),
     _nested(8),
 ]
@@ -103,12 +93,6 @@ def _timed(op: Callable[[], object]) -> Callable[[], float]:
         return time.perf_counter() - begun
 
     return run
-
-
-def _copied(count: int) -> Callable[[], float]:
-    """What it takes to copy so many numbers once from memory to memory."""
-    source, to = torch.ones(count), torch.empty(count)
-    return _timed(lambda: to.copy_(source))
 
 
 def _steps(first: nn.Module, second: nn.Module, batch: int) -> Callable[[], float]:
@@ -145,8 +129,8 @@ def beside_one_process() -> list[Result]:
     batch, depth = 16, 2
     one = _steps(Blocks(depth), Blocks(depth), batch)
     split = _steps(telegrad.module("worker1", Blocks, depth), Blocks(depth), batch)
-    copied = _copied(batch * 64 * _WIDTH)
-    whole, apart, copy = median_of([one, split, copied])
+    source, to = torch.ones(batch * 64 * _WIDTH), torch.empty(batch * 64 * _WIDTH)
+    whole, apart, copy = median_of([one, split, _timed(lambda: to.copy_(source))])
     floor = whole + 2 * copy  # activations one way, their gradients the other
     results = [
         Result(

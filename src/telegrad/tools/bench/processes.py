@@ -5,9 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import pickle
-import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -16,7 +13,7 @@ from typing import Any
 import torch
 
 from telegrad.tools.bench.calls import echo
-from telegrad.tools.bench.harness import SIDES, Arena, Result, arenas, join_group
+from telegrad.tools.bench.harness import SIDES, Arena, Result, arenas
 from telegrad.tools.bench.passes import forward
 
 _REPEATS = 3
@@ -28,43 +25,19 @@ _WIDTH = 2048
 def run() -> list[Result]:
     results = []
     for size in (2, 4, 8):
-        times: dict[str, list[tuple[float, float]]] = {"torch": [], "telegrad": []}
+        started: dict[str, list[float]] = {"torch": [], "telegrad": []}
+        ended: dict[str, list[float]] = {"torch": [], "telegrad": []}
         for _ in range(_REPEATS):
-            for side, taken in times.items():
-                taken.append(_forked(size, _life, side))
-        for position, what in enumerate(("start", "shutdown")):
-            of = {side: [t[position] for t in taken] for side, taken in times.items()}
-            ratios = [a / b for a, b in zip(of["torch"], of["telegrad"], strict=True)]
-            results.append(
-                Result(
-                    name=f"{what} of {size} workers",
-                    torch=statistics.median(of["torch"]),
-                    telegrad=statistics.median(of["telegrad"]),
-                    ratio=statistics.median(ratios),
-                    mark=None,
-                )
-            )
-    idle = {side: _forked(2, _idle_time, side) for side in ("torch", "telegrad")}
-    results.append(
-        Result(
-            name="processor time of an idle worker, per second",
-            torch=idle["torch"],
-            telegrad=idle["telegrad"],
-            ratio=idle["torch"] / idle["telegrad"],
-            mark=None,
-        )
-    )
-    memory = {side: _forked(2, _echo_memory, side) for side in ("torch", "telegrad")}
-    results.append(
-        Result(
-            name=f"memory of both workers after {_ECHOES} echoes of 64 MB",
-            torch=memory["torch"],
-            telegrad=memory["telegrad"],
-            ratio=memory["torch"] / memory["telegrad"],
-            mark=None,
-            unit="B",
-        )
-    )
+            for side in SIDES:
+                arena = Arena(side, size)
+                started[side].append(arena.started)
+                ended[side].append(arena.close())
+        results.append(Result.of_rounds(f"start of {size} workers", started))
+        results.append(Result.of_rounds(f"shutdown of {size} workers", ended))
+    name = "processor time of an idle worker, per second"
+    results.append(Result.of_rounds(name, _asked(_idle_time)))
+    name = f"memory of both workers after {_ECHOES} echoes of 64 MB"
+    results.append(Result.of_rounds(name, _asked(_echo_memory), unit="B"))
     for name, step in (
         ("64 MB of activations each way", _activation_step),
         (f"a remote {_WIDTH}-wide MLP", _layer_step),
@@ -72,45 +45,20 @@ def run() -> list[Result]:
         ("such layers, without a pass", _forward_step),
     ):
         with arenas(2) as sides:
-            peaks = {side: _peak(sides[side], step, side) for side in sides}
-        results.append(
-            Result(
-                name=f"peak memory of steps with {name}",
-                torch=peaks["torch"],
-                telegrad=peaks["telegrad"],
-                ratio=peaks["torch"] / peaks["telegrad"],
-                mark=1.0,
-                unit="B",
-            )
-        )
+            peaks = {side: [_peak(sides[side], step, side)] for side in sides}
+        name = f"peak memory of steps with {name}"
+        results.append(Result.of_rounds(name, peaks, mark=1.0, unit="B"))
     return results
 
 
-def _forked(size: int, body: Callable[[str, str, int, int], Any], side: str) -> Any:
-    """Runs `body` on `size` fresh processes; returns what rank 0 gives."""
-    with tempfile.TemporaryDirectory(prefix="telegrad-bench-") as directory:
-        reader, writer = os.pipe()
-        pids = []
-        for rank in range(size):
-            pid = os.fork()
-            if pid == 0:
-                status = 1
-                try:
-                    value = body(side, directory, rank, size)
-                    if rank == 0:
-                        os.write(writer, pickle.dumps(value))
-                    status = 0
-                finally:
-                    os._exit(status)
-            pids.append(pid)
-        os.close(writer)
-        with os.fdopen(reader, "rb", buffering=0) as pipe:
-            value = pipe.read()  # ends when the processes do
-        for pid in pids:
-            _, status = os.waitpid(pid, 0)
-            if status:
-                raise RuntimeError(f"a worker of {side} ended with {status}")
-        return pickle.loads(value)
+def _asked(measure: Callable[[Any], float]) -> dict[str, list[float]]:
+    """What is measured in a fresh group of each side, one after the other."""
+    found = {}
+    for side in SIDES:
+        arena = Arena(side, 2)
+        found[side] = [arena.ask(measure, side)]
+        arena.close()
+    return found
 
 
 def _peak(arena: Arena, step: Callable[[str], None], side: str) -> float:
@@ -139,46 +87,25 @@ def _run_steps(step: Callable[[str], None], side: str) -> None:
         step(side)
 
 
-def _life(side: str, directory: str, rank: int, size: int) -> tuple[float, float]:
+def _echo_memory(side: str) -> float:
     rpc = SIDES[side].rpc
-    begun = time.perf_counter()
-    join_group(side, directory, rank, size)
-    rpc.api._all_gather(None)  # all have started, and none waits for another's start below
-    started = time.perf_counter()
-    rpc.shutdown()
-    return started - begun, time.perf_counter() - started
+    before = _memory() + rpc.rpc_sync("worker1", _memory)
+    x = torch.zeros(64 << 18)
+    for _ in range(_ECHOES):
+        rpc.rpc_sync("worker1", echo, args=(x,))
+    del x
+    gc.collect()
+    time.sleep(5)  # both may keep memory for a moment; what counts is what stays
+    return max(float(_memory() + rpc.rpc_sync("worker1", _memory) - before), float(1 << 20))
 
 
-def _echo_memory(side: str, directory: str, rank: int, size: int) -> float:
-    torch.set_num_threads(1)
-    join_group(side, directory, rank, size)
+def _idle_time(side: str) -> float:
     rpc = SIDES[side].rpc
-    used = 0.0
-    if rank == 0:
-        before = _memory() + rpc.rpc_sync("worker1", _memory)
-        x = torch.zeros(64 << 18)
-        for _ in range(_ECHOES):
-            rpc.rpc_sync("worker1", echo, args=(x,))
-        del x
-        gc.collect()
-        time.sleep(5)  # both may keep memory for a moment; what counts is what stays
-        used = _memory() + rpc.rpc_sync("worker1", _memory) - before
-    rpc.shutdown()
-    return max(used, float(1 << 20))
-
-
-def _idle_time(side: str, directory: str, rank: int, size: int) -> float:
-    join_group(side, directory, rank, size)
-    rpc = SIDES[side].rpc
-    used = 0.0
-    if rank == 0:
-        rpc.rpc_sync("worker1", time.process_time)
-        time.sleep(1)
-        before = rpc.rpc_sync("worker1", time.process_time)
-        time.sleep(3)
-        used = (rpc.rpc_sync("worker1", time.process_time) - before) / 3
-    rpc.shutdown()
-    return used
+    rpc.rpc_sync("worker1", time.process_time)
+    time.sleep(1)
+    before: float = rpc.rpc_sync("worker1", time.process_time)
+    time.sleep(3)
+    return (rpc.rpc_sync("worker1", time.process_time) - before) / 3  # type: ignore[no-any-return]
 
 
 @cache

@@ -5,12 +5,14 @@ They are compiled when this module is imported, on every worker: torch's RPC fin
 only where it was compiled.
 """
 
+from typing import Any
+
 import torch
 import torch.distributed.rpc as torch_rpc
 from torch import Tensor
 
 import telegrad.rpc as telegrad_rpc
-from telegrad.tools.bench.harness import Case, Op, Side
+from telegrad.tools.bench.harness import Case, Op, Prepare, Side
 
 A, B = torch.ones(4), torch.ones(4)
 
@@ -40,29 +42,25 @@ def telegrad_async(dst: str, a: Tensor, b: Tensor) -> Tensor:
     return telegrad_rpc.rpc_async(dst, add, (a, b)).wait()  # type: ignore[no-any-return]
 
 
-SYNC = {"torch": torch_sync, "telegrad": telegrad_sync}
-ASYNC = {"torch": torch_async, "telegrad": telegrad_async}
+SYNC: dict[str, Any] = {"torch": torch_sync, "telegrad": telegrad_sync}
+ASYNC: dict[str, Any] = {"torch": torch_async, "telegrad": telegrad_async}
 
 
 def load() -> None:
     """Called on a worker, it has compiled what is above."""
 
 
+def in_script(callers: dict[str, Any]) -> Prepare:
+    def prepare(side: Side) -> Op:
+        side.rpc.rpc_sync("worker1", load)
+        return lambda: callers[side.name]("worker1", A, B)
+
+    return prepare
+
+
 def from_python(side: Side) -> Op:
     side.rpc.rpc_sync("worker1", load)
     return lambda: side.rpc.rpc_sync("worker1", add, args=(A, B))
-
-
-def sync_in_script(side: Side) -> Op:
-    side.rpc.rpc_sync("worker1", load)
-    call = SYNC[side.name]
-    return lambda: call("worker1", A, B)
-
-
-def async_in_script(side: Side) -> Op:
-    side.rpc.rpc_sync("worker1", load)
-    call = ASYNC[side.name]
-    return lambda: call("worker1", A, B)
 
 
 def context_in_script(side: Side) -> Op:
@@ -78,7 +76,7 @@ def context_in_script(side: Side) -> Op:
 
 CASES = [
     Case(name="script function called from Python", prepare=from_python),
-    Case(name="rpc_sync in a script function", prepare=sync_in_script),
-    Case(name="rpc_async in a script function", prepare=async_in_script),
+    Case(name="rpc_sync in a script function", prepare=in_script(SYNC)),
+    Case(name="rpc_async in a script function", prepare=in_script(ASYNC)),
     Case(name="rpc_async in a script function, in a context", prepare=context_in_script),
 ]

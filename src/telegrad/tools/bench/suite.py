@@ -7,15 +7,19 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from telegrad.tools.bench import passes, plain, processes
-from telegrad.tools.bench.cases import all_cases
+from telegrad.tools.bench import calls, passes, plain, processes, scripts
 from telegrad.tools.bench.harness import Case, Result, arenas, measure
 
-__all__ = ["names", "run"]
+__all__ = ["all_cases", "names", "run"]
 
 _PROCESSES = "start shutdown idle memory"  # measured together
 _LOCAL_GRAPH = "local graph"
 _ONE_PROCESS = "transformer optimizer"  # beside the same in one process
+
+
+def all_cases() -> list[Case]:
+    """All that are timed in rounds."""
+    return [*calls.CASES, *scripts.CASES, *passes.CASES, *plain.CASES]
 
 
 def names() -> list[str]:
@@ -34,13 +38,14 @@ def run(words: Sequence[str] = ()) -> Iterator[Result]:
         return not words or any(word in name for word in words)
 
     if wanted(_PROCESSES):
-        yield from processes.run()  # first: they fork, so nothing else may run yet
+        yield from processes.run()
     torch.set_num_threads(1)
     cases = [case for case in all_cases() if wanted(case.name)]
-    for (size, apart), group in _by_arena(cases).items():
+    for size, apart in dict.fromkeys((case.workers, case.apart) for case in cases):
         with arenas(size, apart=apart) as sides:
-            for case in group:
-                yield measure(case, sides)
+            for case in cases:
+                if (case.workers, case.apart) == (size, apart):
+                    yield measure(case, sides)
     if wanted(_LOCAL_GRAPH):
         with arenas(2, ("telegrad",)) as sides:
             sides["telegrad"].resume()
@@ -50,11 +55,3 @@ def run(words: Sequence[str] = ()) -> Iterator[Result]:
         with arenas(2, ("telegrad",)) as sides:
             sides["telegrad"].resume()
             yield from sides["telegrad"].ask(plain.beside_one_process)
-
-
-def _by_arena(cases: list[Case]) -> dict[tuple[int, bool], list[Case]]:
-    """By what processes they need."""
-    found: dict[tuple[int, bool], list[Case]] = {}
-    for case in cases:
-        found.setdefault((case.workers, case.apart), []).append(case)
-    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from pathlib import Path
 
 from telegrad.tools.cli.command import Command, Parser
 
@@ -22,16 +23,19 @@ Absolute times mean little on a machine that does other things as well.
 
 
 def _configure(parser: Parser) -> None:
-    parser.add_argument("words", nargs="*", metavar="WORD", help="runs the cases with it only")
-    parser.add_argument("--list", action="store_true", help="only names the cases")
-    parser.add_argument("--plot", metavar="FILE.svg", help="writes a picture of the ratios")
-    parser.add_argument("--write", metavar="FILE.md", help="writes the table as Markdown")
-    parser.add_argument("--check", action="store_true", help="fails if a case misses its mark")
+    parser.add_argument(
+        "words", nargs="*", metavar="WORD", help="run only cases whose name contains WORD"
+    )
+    parser.add_argument("--list", action="store_true", help="list the cases and measure nothing")
+    parser.add_argument("--plot", metavar="FILE.svg", help="write a picture of the ratios")
+    parser.add_argument("--write", metavar="FILE.md", help="write the table as Markdown")
+    parser.add_argument("--check", action="store_true", help="fail if a case misses its mark")
 
 
 def _run(options: argparse.Namespace) -> int:
     # Torch's own RPC is loaded by these: not by a command that has no use for it.
-    from telegrad.tools.bench import plot, suite, table
+    from telegrad.tools import plots
+    from telegrad.tools.bench import suite, table
 
     known = suite.names()
     if options.list:
@@ -42,6 +46,8 @@ def _run(options: argparse.Namespace) -> int:
             raise ValueError(f"no case has {word!r} in its name: see telegrad bench --list")
     if options.plot and not options.plot.endswith(".svg"):
         raise ValueError(f"a plot is written as SVG: name it *.svg, not {options.plot!r}")
+    if options.plot and not plots.are_available():
+        raise ValueError("--plot needs matplotlib: pip install 'telegrad[plots]'")
     for path in filter(None, (options.plot, options.write)):
         _check_writable(path)
     results = []
@@ -50,9 +56,11 @@ def _run(options: argparse.Namespace) -> int:
         results.append(result)
         print(table.line(result), flush=True)
     if options.plot:
-        _write(options.plot, plot.svg(results))
+        table.plot(options.plot, results)
+        print(f"wrote {options.plot}")
     if options.write:
-        _write(options.write, table.markdown(results))
+        Path(options.write).write_text(table.markdown(results), encoding="utf-8")
+        print(f"wrote {options.write}")
     missed = [result.name for result in results if not result.is_good]
     if missed:
         print(f"below the mark: {', '.join(missed)}")
@@ -64,12 +72,6 @@ def _check_writable(path: str) -> None:
     directory = os.path.dirname(path) or "."
     if not os.access(directory, os.W_OK) or os.path.isdir(path):
         raise ValueError(f"{path!r} cannot be written")
-
-
-def _write(path: str, text: str) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
-    print(f"wrote {path}")
 
 
 COMMAND = Command(

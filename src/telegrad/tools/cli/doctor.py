@@ -6,11 +6,14 @@ import argparse
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import asdict
 
 from telegrad.launch.output import wants_colour
 from telegrad.tools.cli.command import Command, Parser
-from telegrad.tools.doctor import Finding, Level, look_at_host, try_two_workers
+from telegrad.tools.doctor.host import Finding, Level, look_at_host
+from telegrad.tools.doctor.workers import try_two_workers
 
 __all__ = ["COMMAND"]
 
@@ -32,7 +35,7 @@ def _configure(parser: Parser) -> None:
 def _run(options: argparse.Namespace) -> int:
     if options.json:
         findings = list(_findings())
-        print(json.dumps([_as_dict(finding) for finding in findings], indent=2))
+        print(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
         findings = []
         colour = wants_colour(sys.stdout.fileno(), os.environ)
@@ -55,15 +58,6 @@ def _findings() -> Iterator[Finding]:
         yield Finding(level=Level.WARN, subject="two workers", text=text)
 
 
-def _as_dict(finding: Finding) -> dict[str, str]:
-    return {
-        "level": finding.level.value,
-        "subject": finding.subject,
-        "text": finding.text,
-        "advice": finding.advice,
-    }
-
-
 def _line(finding: Finding, colour: bool) -> str:
     level = f"{finding.level.value:4}"
     if colour:
@@ -73,9 +67,7 @@ def _line(finding: Finding, colour: bool) -> str:
 
 
 def _summary(findings: list[Finding]) -> str:
-    counts = {
-        level: len([finding for finding in findings if finding.level is level]) for level in Level
-    }
+    counts = Counter(finding.level for finding in findings)
     if counts[Level.FAIL]:
         return f"{counts[Level.FAIL]} of {len(findings)} checks failed"
     if counts[Level.WARN]:

@@ -10,15 +10,13 @@ from collections.abc import Sequence
 
 import telegrad
 from telegrad.errors import TelegradError
-from telegrad.tools.cli import bench, demo, doctor, run
+from telegrad.tools.cli import bench, doctor, run
 from telegrad.tools.cli.command import MISUSED
-from telegrad.tools.cli.streams import open_closed_streams
+from telegrad.tools.demo.command import COMMAND as DEMO
 
 __all__ = ["main"]
 
-COMMANDS = {
-    command.name: command for command in (demo.COMMAND, run.COMMAND, doctor.COMMAND, bench.COMMAND)
-}
+COMMANDS = {command.name: command for command in (DEMO, run.COMMAND, doctor.COMMAND, bench.COMMAND)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: what follows the program's name; by default that of this process.
     """
-    open_closed_streams()
+    _open_closed_streams()
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given:
         print(_help(), file=sys.stderr)
@@ -73,7 +71,7 @@ def _help() -> str:
             *lines,
             "",
             "options:",
-            "  -h, --help     show this",
+            "  -h, --help     show this help",
             "  -V, --version  show the version",
             "",
             "`telegrad COMMAND --help` says more about a command.",
@@ -88,3 +86,17 @@ def _suggestion(name: str) -> str:
     if os.path.exists(name):
         return f"; did you mean `telegrad run {name}`?"
     return f": there are {', '.join(COMMANDS)}"
+
+
+def _open_closed_streams() -> None:
+    """Lets standard streams that whoever started us has closed (`>&-`) lead nowhere: their numbers
+    would go to the next files and sockets that are opened, and what is said to the user would end
+    up there. Called first of all, while they are free. Python has None in their place."""
+    for descriptor, mode in ((0, "r"), (1, "w"), (2, "w")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
+            os.set_inheritable(nowhere, True)
+            stream = open(nowhere, mode, encoding="utf-8")  # noqa: SIM115 - as long as we run
+            setattr(sys, ("stdin", "stdout", "stderr")[descriptor], stream)

@@ -105,16 +105,16 @@ def _note_misplaced_count(workers: int | None, arguments: list[str]) -> None:
 
 
 def _count(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= MOST_WORKERS:
-        raise argparse.ArgumentTypeError(
-            f"must be a whole number from 1 to {MOST_WORKERS}, got {text!r}"
-        )
-    return int(text)
+    return _number(text, 1, MOST_WORKERS, f"a whole number from 1 to {MOST_WORKERS}")
 
 
 def _port(text: str) -> int:
-    if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"must be a number up to 65535, got {text!r}")
+    return _number(text, 0, 65535, "a number up to 65535")
+
+
+def _number(text: str, least: int, most: int, wanted: str) -> int:
+    if not text.isdecimal() or not least <= int(text) <= most:
+        raise argparse.ArgumentTypeError(f"must be {wanted}, got {text!r}")
     return int(text)
 
 

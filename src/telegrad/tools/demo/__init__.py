@@ -4,7 +4,3 @@ An embedding table lives on one worker, an encoder on a second, a head on the dr
 trains the model, compares it with the same model trained in one process, and times a step beside
 torch's own RPC.
 """
-
-from telegrad.tools.demo.command import main
-
-__all__ = ["main"]

@@ -8,7 +8,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,15 +17,14 @@ from torch import nn
 import telegrad
 from telegrad.errors import TelegradError
 from telegrad.observe import Traffic, TrafficCount, draw, traffic
+from telegrad.tools import plots
+from telegrad.tools.cli.command import Command, Parser
 from telegrad.tools.demo.documents import TOPICS, make_documents
-from telegrad.tools.demo.loss_plot import plot_losses
 from telegrad.tools.demo.progress import Progress
 from telegrad.tools.demo.timing import seconds_on_telegrad, seconds_on_torchs_rpc, torch_has_rpc
 from telegrad.tools.demo.training import local_model, model_on_workers, train
 
-__all__ = ["DESCRIPTION", "configure", "main", "run"]
-
-DESCRIPTION = "Trains a small model over three processes and in one, and times a step."
+__all__ = ["COMMAND"]
 
 _WORKERS = ("table", "encoder")
 _DOCUMENTS = 20_000
@@ -50,28 +49,20 @@ class Numbers:
     losses: list[float] = dataclasses.field(default_factory=list)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the demo; returns the status of its process.
-
-    Args:
-        arguments: of the command line; by default those of this process.
-    """
-    parser = argparse.ArgumentParser(prog="telegrad demo", description=DESCRIPTION)
-    configure(parser)
-    return run(parser.parse_args(arguments))
-
-
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Adds the demo's arguments to a parser."""
+def _configure(parser: Parser) -> None:
     parser.add_argument("--out", type=Path, default=Path("telegrad-demo"), help="where files go")
-    parser.add_argument("--steps", type=_positive, default=800, help="training steps")
     parser.add_argument(
-        "--timed-steps", type=_not_negative, default=200, help="of each library; 0 times nothing"
+        "--steps", type=partial(_whole_number, 1), default=800, help="training steps"
+    )
+    parser.add_argument(
+        "--timed-steps",
+        type=partial(_whole_number, 0),
+        default=200,
+        help="of each library; 0 times nothing",
     )
 
 
-def run(options: argparse.Namespace) -> int:
-    """Runs the demo as its arguments say; returns the status of its process."""
+def _run(options: argparse.Namespace) -> int:
     try:
         _make_writable(options.out)
     except OSError as error:
@@ -82,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
         )
         return 2
     try:
-        _run(options.out, options.steps, options.timed_steps)
+        _demonstrate(options.out, options.steps, options.timed_steps)
     except KeyboardInterrupt:
         print("\ninterrupted; all workers are ended", file=sys.stderr)
         return 130
@@ -92,7 +83,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _run(out: Path, steps: int, timed_steps: int) -> None:
+def _demonstrate(out: Path, steps: int, timed_steps: int) -> None:
     begun = time.monotonic()
     numbers = Numbers(steps=steps)
     documents = make_documents(_DOCUMENTS, seed=5)
@@ -129,9 +120,8 @@ def _run(out: Path, steps: int, timed_steps: int) -> None:
     if timed_steps and torch_has_rpc():  # apart: its workers keep processors busy when idle
         print(f"{timed_steps} steps on torch's RPC ...", flush=True)
         numbers.torch_step_seconds = seconds_on_torchs_rpc(timed_steps)
-    (out / "loss.svg").write_text(
-        plot_losses(distributed.losses, f"loss over {steps} steps"), encoding="utf-8"
-    )
+    if plots.are_available():
+        plots.save_losses(out / "loss.svg", distributed.losses, f"loss over {steps} steps")
     print("The same model in one process ...", flush=True)
     train(start, documents, steps, lambda loss: local.look(start, loss))
     local.keep_weights(start)
@@ -208,7 +198,8 @@ def _report(n: Numbers, out: Path, seconds: float) -> None:
             own += f", {n.torch_step_seconds * 1e3:.2f} ms on torch's RPC (ratio {ratio:.1f})"
         lines += [own, "           (medians, without clipping and schedule)"]
     lines += [
-        f"pictures   {out / 'loss.svg'}, {out / 'graph.svg'}",
+        f"pictures   {out / 'graph.svg'}, "
+        + (f"{out / 'loss.svg'}" if plots.are_available() else "loss.svg needs telegrad[plots]"),
         f"numbers    {out / 'numbers.json'}",
         f"took       {seconds:.0f} s",
     ]
@@ -223,15 +214,16 @@ def _make_writable(directory: Path) -> None:
     probe.unlink()
 
 
-def _positive(text: str) -> int:
-    return _whole_number(text, least=1)
-
-
-def _not_negative(text: str) -> int:
-    return _whole_number(text, least=0)
-
-
-def _whole_number(text: str, *, least: int) -> int:
+def _whole_number(least: int, text: str) -> int:
     if not text.isdecimal() or int(text) < least:
         raise argparse.ArgumentTypeError(f"must be a whole number from {least} on, got {text!r}")
     return int(text)
+
+
+COMMAND = Command(
+    name="demo",
+    summary="train a small model over three processes and check its gradients",
+    description="Trains a small model over three processes and in one, and times a step.",
+    configure=_configure,
+    run=_run,
+)

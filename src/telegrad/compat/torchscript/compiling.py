@@ -1,8 +1,8 @@
-"""TorchScript written by telegrad itself: small functions and classes, made for one type each.
+"""What the bridge uses of torch's compiler, all of it private and untyped, and source text for it.
 
-The compiler reads source text, so these have one, kept in `linecache`. Types stand in it as names
-bound to `Exactly(type)`, which the annotation hook understands: a type that torch has made cannot
-always be written as an annotation.
+The compiler reads source text, so functions and classes that telegrad writes have one, kept in
+`linecache`. Types stand in it as names bound to `Exactly(type)`, which the annotation hook
+understands: a type that torch has made cannot always be written as an annotation.
 """
 
 from __future__ import annotations
@@ -15,11 +15,27 @@ import types
 from typing import Any
 
 import torch
+import torch._jit_internal
+import torch._sources
+import torch.jit._builtins
+import torch.jit._recursive
+import torch.jit._script
+import torch.jit._state
+import torch.jit.annotations
+import torch.jit.frontend
 from torch.futures import Future
 
-from telegrad.compat.torchscript.torch_jit import internal, script, state
+core: Any = torch._C
+jit_annotations: Any = torch.jit.annotations
+builtins: Any = torch.jit._builtins
+fake_range: Any = torch._sources.fake_range
+frontend: Any = torch.jit.frontend
+internal: Any = torch._jit_internal
+library: Any = torch.library
+recursive: Any = torch.jit._recursive
+script: Any = torch.jit._script
+state: Any = torch.jit._state
 
-__all__ = ["PREFIX", "Exactly", "compiled", "generating", "module_of"]
 
 PREFIX = "telegrad_script_"
 """How the names of these modules begin."""
