@@ -85,6 +85,12 @@ def test_a_plot_without_matplotlib_is_refused_with_what_to_install(monkeypatch, 
     assert "pip install 'telegrad[plots]'" in capsys.readouterr().err
 
 
+def test_matplotlib_is_loaded_by_plots_only():
+    code = "import sys, telegrad, telegrad.tools.cli; sys.exit('matplotlib' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", code], timeout=100, check=False)
+    assert ran.returncode == 0
+
+
 def test_all_trainers_train_at_once(monkeypatch):
     """The driver is one of them: it begins when the others have been told to."""
     events = []
