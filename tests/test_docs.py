@@ -108,7 +108,7 @@ def test_a_split_model_has_the_losses_of_one_process():
 ONE_PROCESS = """
 alone = make_model()
 optimizer = torch.optim.Adam(alone.parameters(), lr=0.01)
-for _ in range(100):
+for _ in range(150):
     F.cross_entropy(alone(words), targets).backward()
     optimizer.step()
     optimizer.zero_grad()
