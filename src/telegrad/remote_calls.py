@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import threading
 from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, ParamSpec, TypeVar, cast, overload
 
@@ -39,6 +38,7 @@ from telegrad.errors import (
 )
 from telegrad.locks import check_wait
 from telegrad.rpc.calls.arguments import in_words_of_caller
+from telegrad.rpc.calls.futures import has_ended
 from telegrad.rpc.calls.outcome import describe_call, described_by_arguments
 from telegrad.rpc.calls.plain_arguments import check_function, checked_worker
 from telegrad.rpc.group import current
@@ -304,9 +304,7 @@ class RemoteFuture(Generic[T]):
             return
         self._engine.refuse_in_event_loop("to wait for a future")
         check_wait("a future")
-        is_done = threading.Event()
-        self._done.add_done_callback(lambda _: is_done.set())
-        if not is_done.wait(timeout):
+        if not has_ended(self._done, timeout):
             name = self._engine.name_of(self._owner)
             raise RpcTimeout(
                 f"the function on worker {name!r} has not returned within {timeout:g} seconds; it "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
+import queue
 import threading
 from collections.abc import Callable, Generator
 from typing import Any, TypeVar
@@ -18,7 +19,7 @@ from torch.futures import Future
 from telegrad.locks import check_wait, here
 from telegrad.rpc.calls.kept_errors import again, fail, without_frames
 
-__all__ = ["CallFuture", "wait_for"]
+__all__ = ["CallFuture", "has_ended", "wait_for"]
 
 _log = logging.getLogger("telegrad.rpc")
 
@@ -28,11 +29,24 @@ S = TypeVar("S")
 
 def wait_for(future: Future[Any]) -> Any:
     """Ends as the future does: returns its value, or raises."""
-    gate = threading.Lock()
-    gate.acquire()
-    future.add_done_callback(lambda _: gate.release())
-    gate.acquire()
+    has_ended(future, None)
     return future.value()
+
+
+def has_ended(future: Future[Any], timeout: float | None) -> bool:
+    """Waits for a future, `timeout` seconds at most; Ctrl-C ends the wait. Returns whether the
+    future is done.
+
+    The callback is not written in Python, so Ctrl-C cannot interrupt it: torch would drop the
+    KeyboardInterrupt, and the wait would never end.
+    """
+    ended: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    future.add_done_callback(ended.put)
+    try:
+        ended.get(timeout=timeout)
+    except queue.Empty:
+        return False
+    return True
 
 
 class CallFuture(Future[T]):
