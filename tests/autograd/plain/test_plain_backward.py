@@ -19,7 +19,7 @@ from telegrad.errors import BackwardError, TelegradError
 from telegrad.testing.cluster import cluster
 
 P = torch.full((3,), 0.5, requires_grad=True)
-PATIENCE = 10.0
+PATIENCE = 30.0
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from telegrad.autograd.plain import engine_here
 from telegrad.errors import WorkerLost
 from telegrad.testing.cluster import cluster
 
-PATIENCE = 10.0
+PATIENCE = 30.0
 
 
 def f(x):
