@@ -1,6 +1,5 @@
 """Optimizers for parameters that live on other workers."""
 
-from telegrad.optim.distributed import DistributedOptimizer
-from telegrad.optim.scheduler import DistributedLRScheduler
+from telegrad.optim.distributed import DistributedLRScheduler, DistributedOptimizer
 
 __all__ = ["DistributedLRScheduler", "DistributedOptimizer"]

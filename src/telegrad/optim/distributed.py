@@ -1,4 +1,4 @@
-"""`DistributedOptimizer`: steps parameters where they live, with the gradients of a context."""
+"""Optimizers and learning-rate schedules for parameters that live on other workers."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from telegrad.optim.local import (
     Group,
     LocalOptimizer,
     new_local_optimizer,
+    new_local_scheduler,
     unstepped_leaves,
 )
-from telegrad.optim.together import check_class, states_of, wait_for_all
+from telegrad.optim.together import StatesByOwner, check_class, wait_for_all
 from telegrad.rpc import RRef
 
-__all__ = ["DistributedOptimizer"]
+__all__ = ["DistributedLRScheduler", "DistributedOptimizer"]
 
 _WRAP = ". Wrap parameters of this worker: [rpc.RRef(p) for p in module.parameters()]"
 
@@ -27,27 +28,27 @@ ParameterGroup = Mapping[str, Any]
 """`{"params": [RRef, ...], "lr": ...}`, as in `torch.optim`, with references for parameters."""
 
 
-class DistributedOptimizer:
+class DistributedOptimizer(StatesByOwner):
     """An optimizer of parameters on any workers.
 
-    One optimizer of the given class is made on each worker that owns some of the parameters.
-    Several trainers may step at once, also with optimizers of their own over the same parameters:
-    on each worker, steps of the same parameters follow each other.
+    Each worker that owns some of the parameters gets an optimizer of the given class. Several
+    trainers may step at once, even with separate optimizers of the same parameters: on each worker,
+    steps on the same parameters run one at a time.
 
     It differs from `torch.optim` in two ways: `step` takes the context whose gradients it applies,
-    and `zero_grad` is not needed. Learning rates are scheduled by `DistributedLRScheduler`: the
-    classes of `torch.optim.lr_scheduler` do not take this optimizer themselves.
+    and `zero_grad` is not needed. For schedules of learning rates use `DistributedLRScheduler`: the
+    classes of `torch.optim.lr_scheduler` do not accept this optimizer.
 
     Args:
-        optimizer_class: any of `torch.optim`, or another of that kind.
+        optimizer_class: a class of `torch.optim`, or one like it.
         params_rref: references to the parameters; or parameter groups, dicts with `"params"` and
-            options, as `torch.optim` takes them.
-        args, kwargs: what the class takes besides the parameters.
+            options, as in `torch.optim`.
+        args, kwargs: further arguments of the class.
 
     Raises:
-        RemoteError: the optimizer could not be made on some worker; it says on which.
+        RemoteError: a worker could not make its optimizer; the message names the worker.
         ValueError: there are no parameters.
-        TypeError: something among them is no reference, and no group of them.
+        TypeError: an item is neither a reference nor a parameter group.
 
     Example::
 
@@ -76,7 +77,7 @@ class DistributedOptimizer:
                 for owner, groups in by_owner.items()
             },
         )
-        self._by_owner: dict[str, RRef[LocalOptimizer]] = made
+        super().__init__(made)
 
     @property
     def remote_optimizers(self) -> list[RRef[LocalOptimizer]]:
@@ -88,28 +89,28 @@ class DistributedOptimizer:
         return dict(self._by_owner)
 
     def step(self, context_id: int) -> None:
-        """Applies the gradients that the context has gathered, on all owners at once.
+        """Applies the gradients of the context, on all owners at once.
 
-        Parameters without a gradient in the context are left as they are. If that is so for all of
-        them, it warns: `backward` was not called, or the loss uses other parameters.
+        Parameters without a gradient in the context stay as they are. If none has one, it warns:
+        `backward` was not called, or the loss uses other parameters.
 
         Raises:
-            ContextError: there is no such context on this worker, or it has ended; nothing was
-                stepped.
-            RemoteError: a step failed; it says where. Other owners may have stepped.
-            TypeError: a closure was given. It would have to run the forward pass again, with the
-                backward pass through all workers: write that loop in the program.
+            ContextError: there is no such context on this worker, or it has ended; no parameter
+                has changed.
+            RemoteError: a step failed; the message names the worker. Other owners may have stepped.
+            TypeError: a closure was given. It would have to run forward and backward through all
+                workers: write that loop in the program.
         """
         if callable(context_id):
             raise TypeError(
                 "step() takes the id of an autograd context, and no closure: a closure would have "
                 "to run forward and backward through all workers; do that before each step()"
             )
-        # Its end takes a moment to reach the owners: until then they would step.
+        # The owners hear of its end a moment later, and would step until then.
         autograd._retrieve_context(context_id)
         others = dict(self._by_owner)
-        # One step this thread takes itself, or waits for on its own connection: no other thread
-        # has to be woken for it.
+        # This thread takes one step itself, or waits for its answer on a lane: no other thread has
+        # to be woken for it.
         owner = next((owner for owner in others if others[owner].is_owner()), [*others][-1])
         local = others.pop(owner)
         futures = {other: others[other].rpc_async().step(context_id) for other in others}
@@ -139,9 +140,8 @@ class DistributedOptimizer:
         )
 
     def unstepped(self, context_id: int) -> dict[str, list[tuple[int, ...]]]:
-        """The leaves that have a gradient in the context and are not parameters of this optimizer,
-        as their shapes, by worker. `step` leaves them as they are: a list of parameters that leaves
-        some out shows here.
+        """The shapes of leaves that have a gradient in the context and are not parameters of this
+        optimizer, by worker. `step` does not change them. Shows parameters that were forgotten.
 
         Raises:
             ContextError: there is no such context on this worker.
@@ -164,30 +164,54 @@ class DistributedOptimizer:
                 ahead.update(name for name in others if name not in seen)
         return found
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state of each owner's optimizer, by the owner's name."""
-        futures = {owner: local.rpc_async().state_dict() for owner, local in self._by_owner.items()}
-        return {"workers": wait_for_all("state_dict", futures)}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes up what `state_dict` gave.
+class DistributedLRScheduler(StatesByOwner):
+    """A schedule of the learning rates of a distributed optimizer, on each owner.
 
-        Raises:
-            ValueError: it is of an optimizer whose parameters live on other workers.
-        """
-        states = states_of(state_dict, "DistributedOptimizer")
-        if set(states) != set(self._by_owner):
-            raise ValueError(
-                f"the state is of parameters on {', '.join(sorted(states)) or 'no worker'}, and "
-                f"this optimizer's are on {', '.join(sorted(self._by_owner))}"
+    Args:
+        optimizer: the optimizer whose rates it sets.
+        scheduler_class: a class of `torch.optim.lr_scheduler`.
+        args, kwargs: further arguments of the class.
+
+    Example::
+
+        scheduler = DistributedLRScheduler(optimizer, torch.optim.lr_scheduler.StepLR, step_size=10)
+        for epoch in range(epochs):
+            train(optimizer)
+            scheduler.step()
+    """
+
+    def __init__(
+        self, optimizer: DistributedOptimizer, scheduler_class: type[Any], *args: Any, **kwargs: Any
+    ) -> None:
+        if not isinstance(optimizer, DistributedOptimizer):
+            raise TypeError(
+                "the optimizer comes first, and must be a DistributedOptimizer: "
+                f"DistributedLRScheduler(optimizer, StepLR, ...), got a {type(optimizer).__name__}"
             )
-        wait_for_all(
-            "load_state_dict",
+        check_class(scheduler_class, "scheduler_class", "torch.optim.lr_scheduler.StepLR")
+        made = wait_for_all(
+            "scheduler",
             {
-                owner: local.rpc_async().load_state_dict(states[owner])
-                for owner, local in self._by_owner.items()
+                owner: rpc.rpc_async(
+                    owner, new_local_scheduler, (local, scheduler_class, args, kwargs)
+                )
+                for owner, local in optimizer.optimizers_by_owner.items()
             },
         )
+        super().__init__(made)
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Steps the schedule on all owners, with the scheduler's arguments, such as a metric."""
+        wait_for_all(
+            "scheduler step",
+            {owner: s.rpc_async().step(*args, **kwargs) for owner, s in self._by_owner.items()},
+        )
+
+    def get_last_lr(self) -> dict[str, list[float]]:
+        """The rates of each owner's parameter groups."""
+        futures = {owner: s.rpc_async().get_last_lr() for owner, s in self._by_owner.items()}
+        return wait_for_all("get_last_lr", futures)
 
 
 def _groups_by_owner(

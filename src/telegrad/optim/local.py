@@ -1,9 +1,9 @@
-"""The part of a distributed optimizer that stands beside its parameters.
+"""The part of a distributed optimizer on the worker that owns the parameters.
 
-A parameter's `.grad` belongs to the program on its worker; gradients of a context are put there
-only while the optimizer steps, and what was there is put back. Two optimizers, of two trainers, may
-share a parameter: so each parameter has a lock, shared with the others of the optimizer that met it
-first, and a step takes all locks of its parameters, always in the order in which they were made.
+A parameter's `.grad` belongs to the program on its worker. The gradients of a context are put there
+only while the optimizer steps, and then what was there is restored. The optimizers of two trainers
+may share a parameter, so parameters have locks: those that an optimizer is the first to use share
+one. A step takes all locks of its parameters, always in the order in which they were made.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Parameters of one worker with options of their own."""
+    """A parameter group: parameters of one worker, and their options."""
 
     params: list[RRef[torch.Tensor]]
     options: dict[str, Any]
@@ -79,7 +79,7 @@ class LocalOptimizer:
     def step(self, context_id: int) -> int | None:
         """
         Returns:
-            if none of the parameters has a gradient: how many other tensors here have one.
+            The number of other tensors here with a gradient, if none of the parameters has one.
         """
         gradients = autograd.get_gradients(context_id)
         has_any = any(param in gradients for param in self._params)
@@ -95,13 +95,13 @@ class LocalOptimizer:
         return None if has_any else len(gradients)
 
     def leaves_beside(self, gradients: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Those that are not parameters of this optimizer."""
+        """The leaves that are not parameters of this optimizer."""
         own = set(map(id, self._params))
         return [leaf for leaf in gradients if id(leaf) not in own]
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """While nobody else steps these parameters."""
+        """Keeps other steps on these parameters out of the block."""
         with contextlib.ExitStack() as stack:
             for parameter_lock in self._locks:
                 stack.enter_context(parameter_lock.lock)
@@ -153,15 +153,15 @@ def new_local_optimizer(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> RRef[LocalOptimizer]:
-    """Runs where the parameters are."""
+    """Runs on the worker that owns the parameters."""
     return RRef(LocalOptimizer(optimizer_class, groups, args, kwargs))
 
 
 def unstepped_leaves(
     context_id: int, optimizer: RRef[LocalOptimizer] | None
 ) -> tuple[list[tuple[int, ...]], list[str]]:
-    """Runs on any worker of a context: the shapes of leaves with a gradient that the optimizer does
-    not have, and the names of the workers that this one knows of in the context."""
+    """Runs on any worker of a context. Returns the shapes of leaves with a gradient that are not
+    parameters of the optimizer, and the names of this worker's contacts in the context."""
     if not autograd._is_valid_context(context_id):
         return [], []
     leaves = list(autograd.get_gradients(context_id))
@@ -177,5 +177,5 @@ def new_local_scheduler(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> RRef[LocalScheduler]:
-    """Runs where the optimizer is."""
+    """Runs on the worker that owns the optimizer."""
     return RRef(LocalScheduler(optimizer.local_value(), scheduler_class, args, kwargs))
