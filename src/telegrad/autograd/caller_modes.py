@@ -1,12 +1,12 @@
 """The modes of torch that travel with a call: grad mode and autocast.
 
-On the plain face a remote call runs as it would at home, so what `torch.no_grad()` and
-`torch.autocast(...)` say around the call holds for the function, too. Both are thread-local.
+On the plain face a remote call runs as a local one would, so `torch.no_grad()` and
+`torch.autocast(...)` around the call hold for the function as well. Both are thread-local.
 
 `torch.utils.checkpoint` runs a function a second time in the backward pass, with the random numbers
-of the first time. It restores the generator of its own process only: a function that draws random
-numbers on a worker would draw others, and gradients would be wrong. So a call made in such a second
-run says so, and fails if the function draws numbers.
+of the first run. It restores the generator of its own process only: a function that draws random
+numbers on a worker would draw different ones, and the gradients would be wrong. So a call made in
+such a second run says so, and fails if the function draws random numbers.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 import torch.utils.checkpoint
 
+from telegrad.autograd.torch_internals import current_task, is_any_autocast_enabled
 from telegrad.errors import TelegradError
 
 __all__ = ["CallerModes", "capture", "entered"]
@@ -28,11 +29,11 @@ _DEVICES = ("cpu", "cuda")
 
 
 class CallerModes(NamedTuple):
-    """What differs from the modes of a new thread.
+    """The modes of a caller.
 
     Args:
         autocast: the devices for which it is on, with its dtype there.
-        is_run_again: by `torch.utils.checkpoint`, in a backward pass.
+        is_run_again: `torch.utils.checkpoint` makes the call again, in a backward pass.
     """
 
     has_gradients: bool
@@ -42,10 +43,10 @@ class CallerModes(NamedTuple):
 
 
 def capture() -> CallerModes | None:
-    """The modes of this thread; None if there is nothing to be said about them."""
+    """The modes of this thread; None if they are those of a new thread."""
     has_gradients = torch.is_grad_enabled()
-    is_run_again = torch._C._current_graph_task_id() != -1 and _is_run_by_checkpoint()
-    if not torch._C._is_any_autocast_enabled():
+    is_run_again = current_task() != -1 and _is_run_by_checkpoint()
+    if not is_any_autocast_enabled():
         is_usual = has_gradients and not is_run_again
         return None if is_usual else CallerModes(has_gradients, (), True, is_run_again)
     autocast = tuple(
@@ -68,7 +69,7 @@ def _is_run_by_checkpoint() -> bool:
 
 @contextlib.contextmanager
 def entered(modes: CallerModes | None) -> Iterator[None]:
-    """Runs what is inside in the modes of a caller."""
+    """Runs the block in the modes of a caller."""
     if modes is None:
         yield
         return
@@ -76,13 +77,13 @@ def entered(modes: CallerModes | None) -> Iterator[None]:
         stack.enter_context(torch.set_grad_enabled(modes.has_gradients))
         for device, dtype in modes.autocast:
             if device == "cuda" and not torch.cuda.is_available():
-                continue  # torch would warn, and leave it off
+                continue  # torch would warn and leave it off
             stack.enter_context(torch.autocast(device, dtype, cache_enabled=modes.caches_casts))
         state = torch.get_rng_state() if modes.is_run_again else None
         yield
         if state is not None and not torch.equal(state, torch.get_rng_state()):
             raise TelegradError(
-                "torch.utils.checkpoint has run a function on a worker again, which has drawn "
-                "other random numbers than the first time (dropout?), so the gradients would be "
-                "wrong: use checkpoint inside of that function or module, not around the call"
+                "torch.utils.checkpoint has run a function on a worker again, and it drew other "
+                "random numbers than the first time (dropout?), so the gradients would be "
+                "wrong: use checkpoint inside that function or module, not around the call"
             )

@@ -1,24 +1,24 @@
 """Values that belong to a thread: the context it is in, the wave it runs.
 
-Python's own thread-local state is used where it is enough. It is not where torch has a device:
-the engine then runs backward functions on threads of its own, and only torch's thread-local state
-follows the work there. Torch's is not used without need, because whatever torch hands to any other
-thread takes a copy of it along, and letting go of the copy needs the interpreter lock. A gloo
-process group whose last owner is destroyed with that lock held waits for its threads, and they
-would wait for the lock: a process with DistributedDataParallel can stand still for good that way.
+Python's thread-local state is used where it suffices. It does not where torch has a device: the
+engine then runs backward functions on its own threads, and only torch's thread-local state follows
+the work there. torch's state is avoided otherwise, because torch copies it for whatever it hands to
+another thread, and releasing the copy needs the interpreter lock. If the last owner of a gloo
+process group is destroyed while that lock is held, the group waits for its threads and they wait
+for the lock: a process with DistributedDataParallel can deadlock.
 
-A script function of TorchScript goes on, after a wait, on a thread of torch's. So its caller puts
-into torch's state what is to follow it there (`carry`), and takes it away when the call has
-returned: no other thread gets a copy than those that run the function. From then on torch's state,
-where there is one, is that of the thread.
+After a wait, a TorchScript function continues on one of torch's threads. So its caller puts what
+has to follow it there into torch's state (`carry`), and removes it when the call has returned: only
+the threads that run the function get a copy. From then on a value in torch's state takes
+precedence.
 
-With torch's state there is one more trap. Torch lets go of the values when the thread ends. A
-thread that ends while the interpreter shuts down does not get the lock: Python ends the thread
-again, inside of torch's destructor, and the process aborts ("terminate called without an active
-exception"). So no such thread may end during that time. Workers are closed before
-(`Worker.close_at_exit`), which ends their threads. `threading` counts a thread as ended before that
-point, so joining it is not enough: at exit we wait, a second at most, until the operating system
-has ended those threads that Python has.
+torch's state has another trap. torch releases the values when the thread ends. A thread that ends
+while the interpreter shuts down cannot get the lock: Python ends the thread again, inside torch's
+destructor, and the process aborts ("terminate called without an active exception"). So no such
+thread may end during that time. Workers are closed earlier (`Worker.close_at_exit`), which ends
+their threads. `threading` counts a thread as ended before that point, so joining is not enough: at
+exit this module waits, for at most a second, until the operating system has ended the threads that
+Python has joined.
 """
 
 from __future__ import annotations
@@ -32,6 +32,12 @@ from typing import Any
 
 import torch
 
+from telegrad.autograd.torch_internals import (
+    get_from_torch,
+    is_in_torch,
+    remove_from_torch,
+    stash_in_torch,
+)
 from telegrad.forks import renewed
 
 __all__ = ["carry", "drop", "is_torch_state_used", "peek", "stash", "swap", "wait_at_exit"]
@@ -40,8 +46,7 @@ _PATIENCE = 1.0
 _MANY = 4096
 
 _used_by: set[int] = set()
-"""Threads that have such state, by their number in the operating system."""
-
+"""Threads that have torch's state, by their number in the operating system."""
 
 _local = threading.local()
 
@@ -52,10 +57,8 @@ def _has_device_threads() -> bool:
 
 
 _is_anything_carried = False  # ever, in this process
-_deciding = renewed(
-    threading.RLock()
-)  # guards the changes of both: once carried, never plain again
 _is_plain = False  # Python's state is all there is: no device threads, and nothing was carried
+_deciding = renewed(threading.RLock())  # guards changes of both: once carried, never plain again
 
 
 def stash(key: str, value: Any) -> None:
@@ -64,13 +67,13 @@ def stash(key: str, value: Any) -> None:
         _local.__dict__[key] = value
         return
     if not _has_device_threads():
-        if _is_anything_carried and torch._C._is_key_in_tls(key):
-            torch._C._stash_obj_in_tls(key, value)
+        if _is_anything_carried and is_in_torch(key):
+            stash_in_torch(key, value)
         else:
             _local.__dict__[key] = value
             _settle()
         return
-    torch._C._stash_obj_in_tls(key, value)
+    stash_in_torch(key, value)
     thread = threading.get_native_id()
     if thread not in _used_by:
         _note(thread)
@@ -85,30 +88,25 @@ def _settle() -> None:
 def peek(key: str, default: Any) -> Any:
     if _is_plain:
         return _local.__dict__.get(key, default)
-    if not _has_device_threads() and not (_is_anything_carried and torch._C._is_key_in_tls(key)):
+    if not _has_device_threads() and not (_is_anything_carried and is_in_torch(key)):
         return _local.__dict__.get(key, default)
-    return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else default
+    return get_from_torch(key) if is_in_torch(key) else default
 
 
 def swap(key: str, value: Any, default: Any) -> Any:
-    """`stash`, and what was there before."""
-    if _is_plain:
-        values = _local.__dict__
-        before = values.get(key, default)
-        values[key] = value
-        return before
+    """Sets a value and returns the one before."""
     before = peek(key, default)
     stash(key, value)
     return before
 
 
 def carry(key: str) -> bool:
-    """Lets a value of this thread follow the work that torch hands to other threads from now on,
-    until `drop`. False if it does so anyway, and nothing is to be dropped."""
+    """Lets a value of this thread follow the work that torch hands to other threads, until `drop`.
+    False if it does so anyway, and there is nothing to drop."""
     global _is_anything_carried, _is_plain
-    if _has_device_threads() or torch._C._is_key_in_tls(key):
+    if _has_device_threads() or is_in_torch(key):
         return False
-    torch._C._stash_obj_in_tls(key, _local.__dict__[key])
+    stash_in_torch(key, _local.__dict__[key])
     with _deciding:
         _is_anything_carried = True
         _is_plain = False
@@ -116,12 +114,12 @@ def carry(key: str) -> bool:
 
 
 def drop(key: str) -> None:
-    """Ends what `carry` has begun on this thread."""
-    torch._C._remove_obj_from_tls(key)
+    """Ends what `carry` began on this thread."""
+    remove_from_torch(key)
 
 
 def is_torch_state_used() -> bool:
-    """Whether any thread has had torch's state, and may not end after the interpreter."""
+    """Whether any thread has had torch's state, and so must end before the interpreter does."""
     return bool(_used_by)
 
 
@@ -135,7 +133,7 @@ def _note(thread: int) -> None:
 
 @functools.cache
 def wait_at_exit() -> None:
-    """To be called before a worker asks to be closed at exit: what is asked for last runs first."""
+    """Call it before a worker registers its own exit function: the last registered runs first."""
     atexit.register(_wait_for_ended_threads)
 
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map
 
-from telegrad.autograd.contexts.message_nodes import AccumulateGrad
+from telegrad.autograd.torch_internals import AccumulateGrad
 from telegrad.errors import TelegradError
 from telegrad.tensors.operations import Spec, spec_of
 from telegrad.tensors.table import Table

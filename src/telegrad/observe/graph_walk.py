@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.futures import Future
 
-from telegrad.autograd.contexts.message_nodes import AccumulateGrad
+from telegrad.autograd.torch_internals import AccumulateGrad
 from telegrad.errors import NotInitialized, RemoteError, RpcTimeout, WorkerLost
 from telegrad.observe.boxes import Box, BoxKind, DistributedGraph, Size, WorkerGraph
 

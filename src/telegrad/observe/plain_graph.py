@@ -17,10 +17,10 @@ from typing import Any
 from torch import Tensor
 from torch.futures import Future
 
-from telegrad.autograd.contexts.message_nodes import AccumulateGrad
 from telegrad.autograd.plain import engine_here
 from telegrad.autograd.plain.nodes import CollectNode, PostNode, ReceivedNode, StubNode
 from telegrad.autograd.plain.record import Record
+from telegrad.autograd.torch_internals import AccumulateGrad
 from telegrad.ids import worker_of
 from telegrad.observe.boxes import Box, DistributedGraph
 from telegrad.observe.folding import fold

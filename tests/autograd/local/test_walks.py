@@ -7,9 +7,10 @@ import torch
 from autograd_cluster import Cluster
 
 from telegrad import autograd, rpc
-from telegrad.autograd.contexts.message_nodes import AccumulateGrad, SendFunction, recv_history
+from telegrad.autograd.contexts.message_nodes import SendFunction, recv_history
 from telegrad.autograd.local import walks
 from telegrad.autograd.local.walks import graph_behind, look_ahead, walk
+from telegrad.autograd.torch_internals import AccumulateGrad
 from telegrad.testing import cluster as processes
 
 

@@ -88,9 +88,8 @@ class Member:
         )
 
     def advance(self):
-        step = self.frontier.advance()
         outgoing = []
-        for node in step.ready:
+        for node in self.frontier.advance():
             if node in self.world.graph.recv:
                 outgoing.append(self.world.graph.recv[node])
             else:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from telegrad import rpc
-from telegrad.autograd.local.waves import _call_elsewhere
+from telegrad.autograd.local.boundary import call_elsewhere
 from telegrad.testing.cluster import cluster
 
 
@@ -55,4 +55,4 @@ def test_a_served_function_heeds_set_num_threads(seven_threads):
 
 @pytest.mark.skipif(openmp() is None, reason="this torch does not compute with OpenMP")
 def test_so_does_a_node_that_is_called_on_a_thread_of_its_own(seven_threads):
-    assert _call_elsewhere(lambda: (threads_of_this_thread(),), (), False) == (7,)
+    assert call_elsewhere(lambda: (threads_of_this_thread(),), (), False) == (7,)

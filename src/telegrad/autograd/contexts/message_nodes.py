@@ -1,29 +1,28 @@
 """The two ends of a message in the autograd graph.
 
 A message whose tensors require grad is an edge of the distributed graph. Its sender keeps a send
-function, whose next functions are the histories of those tensors; its receiver gets one
-`RecvRpcBackward` node, whose outputs are the tensors it received. Whoever walks the graph sees what
-upstream shows, by upstream's names.
+function, whose next functions are the histories of those tensors. Its receiver gets one
+`RecvRpcBackward` node, whose outputs are the received tensors. Both have the names and attributes
+of torch's RPC, so code that walks the graph sees what it sees there.
 
-A recv node is an ordinary `torch.autograd.Function` node. A send function is only a record: nothing
-in torch leads to it, since a pass enters the graph at its next functions, and a node of torch's
-would take ten times longer to make.
+A recv node is an ordinary `torch.autograd.Function` node. A send function is only a record: a pass
+enters the graph at its next functions, and creating a node would take ten times longer.
 
-A node's object keeps the node and what it leads to, but not the memory of its outputs: since
-torch 2.13 that is so for Python nodes too.
+The Python object of a node keeps the node and what it leads to alive, but not the memory of its
+outputs.
 
-Leaves need care. Torch looks a leaf's AccumulateGrad node up for every operation on the leaf, under
-the leaf's mutex. If there is none, the one that it makes holds the leaf, and if there is one that
-only its object in Python keeps, that object is held: either may need the interpreter lock, which
-torch then waits for with the mutex in hand. A thread that has the interpreter lock and wants the
-mutex would stand still for ever, and the process with it. So
+Leaves need care. torch looks up a leaf's AccumulateGrad node in every operation on the leaf, under
+the leaf's mutex. A new node takes a reference to the leaf, and a node that only its Python object
+keeps alive takes one to that object. Either may need the interpreter lock, which torch then waits
+for while it holds the mutex. If the thread with the interpreter lock waits for the mutex, the
+process deadlocks. So
 
-- the node is looked up only by what lets go of the interpreter lock: operations and functions in
-  C++, but not the `apply` of a Python function (a program's own can meet this as well: see "Threads
-  and your own functions" in the reference);
-- a leaf that is a view of another tensor is not asked for its `grad_fn`, or whether it is one, for
-  which torch takes the mutex, too;
-- nobody keeps the node by its object alone: something of torch's that leads to it is kept too.
+- the node is looked up only by code that releases the interpreter lock: operations and functions
+  in C++, but not the `apply` of a Python function (a program's own functions can deadlock this
+  way too: see "Threads and your own functions" in the reference);
+- a leaf that is a view is not asked for its `grad_fn`, or whether it is a leaf: torch takes the
+  mutex for these as well;
+- the node's object is never kept alone, but together with a C++ node that leads to it.
 """
 
 from __future__ import annotations
@@ -38,6 +37,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from telegrad.autograd.thread_state import peek, stash
+from telegrad.autograd.torch_internals import (
+    COUNTING_HOOK,
+    REGISTER_HOOK,
+    apply_of,
+    delayed_error,
+    node_type_of,
+    set_tensor_hooks,
+)
 from telegrad.errors import BackwardError
 from telegrad.wire.tensor_table.layout import is_leaf
 
@@ -45,7 +52,6 @@ if TYPE_CHECKING:
     from telegrad.autograd.local.walks import Graph
 
 __all__ = [
-    "AccumulateGrad",
     "Received",
     "RecvNode",
     "SendFunction",
@@ -55,14 +61,11 @@ __all__ = [
     "recv_history",
 ]
 
-AccumulateGrad: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
-"""The type of the node that ends a graph in a leaf."""
-
 _CURRENT_WAVE = "telegrad.autograd.wave"
 
 
 enter_wave: Callable[[Any], None] = functools.partial(stash, _CURRENT_WAVE)
-"""Makes a wave the one that runs on this thread, until the one before is put back."""
+"""Makes a wave the one that runs on this thread."""
 
 current_wave: Callable[[], Any] = functools.partial(peek, _CURRENT_WAVE, None)
 """The wave that runs on this thread, or None."""
@@ -76,7 +79,7 @@ class _Recv(torch.autograd.Function):
 
 
 def _recv_reached(node: Any, *grads: torch.Tensor | None) -> tuple[None, None]:
-    """What a recv node does when torch's engine runs it."""
+    """What torch's engine calls when it runs a recv node."""
     wave = current_wave()
     if wave is None:
         raise BackwardError(
@@ -90,19 +93,19 @@ def _recv_reached(node: Any, *grads: torch.Tensor | None) -> tuple[None, None]:
 
 @dataclass(slots=True)
 class Received:
-    """What a recv node stands for: a message, from whom, and the tensors in it."""
+    """What a recv node stands for: a message, its sender, and weak references to its tensors."""
 
     message_id: int
     source: int
     outputs: Sequence[Callable[[], torch.Tensor | None]]
-    """Weak references."""
 
 
 class SendFunction:
-    """A message that was sent: where the gradients of its tensors go, and to whom it went.
+    """A sent message: where the gradients of its tensors go.
 
     Args:
-        tensors: they all require grad. Of those with a history only that is kept.
+        tensors: they all require grad. Of those with a history, only the history is kept.
+        to: the worker that received the message.
     """
 
     __slots__ = ("_edges", "_grads", "_kept", "_targets", "graph", "is_of_leaves", "is_spent", "to")
@@ -111,9 +114,9 @@ class SendFunction:
         self.to = to
         self.is_of_leaves = True
         self.is_spent = False
-        """It has run in a pass that freed its graph: no later pass needs to wait for it."""
+        """It has run in a pass that freed its graph: later passes do not wait for it."""
         self.graph: Graph | None = None
-        """What lies behind it, once somebody has looked."""
+        """What lies behind it, once that has been walked."""
         self._targets: list[torch.Tensor | tuple[Any, int]] = []
         for tensor in tensors:
             if is_leaf(tensor):
@@ -127,8 +130,8 @@ class SendFunction:
 
     @property
     def next_functions(self) -> tuple[tuple[Any, int], ...]:
-        """The edges that gradients leave by. That of a leaf takes a while to find: it is looked for
-        when it is asked for, which may be when there is time, while gradients are awaited."""
+        """The edges that gradients leave by. The edges of leaves take a while to find, so they are
+        found on first use, which may be while gradients are awaited."""
         if self._edges is None:
             edges: list[tuple[Any, int]] = []
             for target in self._targets:
@@ -148,7 +151,7 @@ class SendFunction:
         return "torch::distributed::autograd::SendRpcBackward"
 
     def set_grads(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Gives it what came from the network, for whoever calls it by hand."""
+        """Sets what a call by hand returns."""
         self._grads = tuple(grads)
 
     def __call__(self, *inputs: object) -> Sequence[torch.Tensor | None]:
@@ -164,11 +167,11 @@ class SendFunction:
         return f"<{self.name()} to worker {self.to}>"
 
 
-RecvNode: Any = _Recv._backward_cls
+RecvNode: Any = node_type_of(_Recv)
 """The type of a recv node."""
 RecvNode.__name__ = "torch::distributed::autograd::RecvRpcBackward"
 RecvNode.is_hooked = False
-RecvNode.apply = _recv_reached  # right away, without what torch does for functions in general
+RecvNode.apply = _recv_reached  # called by the engine, without torch's steps for functions
 
 
 def _noting_hooks(name: str) -> Callable[..., Any]:
@@ -182,22 +185,20 @@ def _noting_hooks(name: str) -> Callable[..., Any]:
     return register_and_note
 
 
-for _name in ("register_hook", "register_prehook", "_register_hook_dict"):  # all ways there are
+for _name in REGISTER_HOOK:
     setattr(RecvNode, _name, _noting_hooks(_name))
 
 
 class _TensorHooks(collections.OrderedDict[int, Callable[..., Any]]):
-    """The hooks of a received tensor. Torch calls all tensor hooks of a node that runs, with None
-    for an output without a gradient. But the tensors of a message are one node's outputs here only:
-    at the sender, a hook on a tensor that has no part in the loss does not run."""
+    """The hooks of a received tensor. When a node runs, torch calls the tensor hooks of all its
+    outputs, with None for an output without a gradient. But the tensors of a message are outputs of
+    one node only at the receiver: in one process, a hook on a tensor that the loss does not use
+    does not run, so it does not run here."""
 
     def __setitem__(self, id_: int, hook: Callable[..., Any]) -> None:
-        # Torch's hook for several tensors counts the calls for each node that runs.
-        is_counting = getattr(hook, "__qualname__", "").startswith(_COUNTING)
+        # torch's hook on several tensors counts calls, including those with None.
+        is_counting = getattr(hook, "__qualname__", "").startswith(COUNTING_HOOK)
         super().__setitem__(id_, hook if is_counting else functools.partial(_unless_none, hook))
-
-
-_COUNTING = "register_multi_grad_hook.<locals>.get_inner_hook"
 
 
 def _unless_none(hook: Callable[[torch.Tensor], Any], gradient: torch.Tensor | None) -> Any:
@@ -208,7 +209,7 @@ _register_tensor_hooks = RecvNode._register_hook_dict
 
 
 def _register_hook_dict(node: Any, tensor: torch.Tensor) -> Any:
-    tensor._backward_hooks = _TensorHooks(tensor._backward_hooks or ())
+    set_tensor_hooks(tensor, _TensorHooks)
     return _register_tensor_hooks(node, tensor)
 
 
@@ -216,8 +217,8 @@ RecvNode._register_hook_dict = _register_hook_dict
 
 
 def is_watched(node: Any) -> bool:
-    """Whether anybody sees a recv node run: by a hook on it or on one of its tensors, or by
-    `retain_grad`. If not, what enters it may go on without torch's engine."""
+    """Whether a hook or `retain_grad` shows that a recv node runs. If not, what enters it may be
+    sent without torch's engine."""
     if node.is_hooked:
         return True
     for output in node.received.outputs:
@@ -227,23 +228,19 @@ def is_watched(node: Any) -> bool:
     return False
 
 
-# The C++ function itself: what `Function.apply` does before it is for functorch's transforms.
-_apply_recv: Callable[..., Any] = super(torch.autograd.Function, _Recv).apply
-
+_apply_recv = apply_of(_Recv)
 _weak = weakref.ref
 _trigger = torch.zeros((), requires_grad=True)
 """Makes the outputs of a recv node require grad. Never gets a gradient."""
 
 
-_lead_to: Callable[[torch.Tensor], torch.Tensor] = torch._C._functions.DelayedError(
-    "a send function takes its gradients from the network only", 1
-)
-"""A function of torch's that leads to its input and does nothing with it. Any tensor will do."""
+_lead_to = delayed_error("a send function takes its gradients from the network only")
+"""A C++ function that leads to its input and does nothing with it. Any tensor will do."""
 
 
 def _function_of(leaf: torch.Tensor) -> Any:
-    """A node that leads to the leaf's; None if it requires grad no more: it gets no gradient then,
-    as in torch."""
+    """A node that leads to the leaf's; None if the leaf no longer requires grad: as in torch, it
+    gets no gradient then."""
     if not leaf.requires_grad or not is_leaf(leaf):
         return None
     if torch.is_grad_enabled():
@@ -255,9 +252,9 @@ def _function_of(leaf: torch.Tensor) -> Any:
 def recv_history(
     message_id: int, source: int, tensors: Sequence[torch.Tensor]
 ) -> tuple[Any, Sequence[torch.Tensor]]:
-    """One recv node over `tensors`, of which there is at least one: the node, and the tensors with
-    their new history."""
-    # An output must be a tensor of its own: not one with a history, not one listed twice.
+    """Makes one recv node over `tensors`, at least one; returns it and the tensors that are its
+    outputs."""
+    # A tensor with a history, or one that is listed twice, cannot be an output.
     is_one_twice = len(tensors) > 1 and len(set(map(id, tensors))) < len(tensors)
     for tensor in tensors:
         if is_one_twice or tensor.requires_grad:

@@ -1,10 +1,9 @@
-"""Reentrant checkpoints inside of a pass.
+"""Reentrant checkpoints inside a pass.
 
 A checkpoint of `torch.utils.checkpoint` with `use_reentrant=True` runs its function again when its
-gradients come, and then a backward pass of its own through that. What this inner pass finds at the
-leaves that the function uses, parameters say, would end in `.grad`, and the context would never
-hear of it. So when the function has run again, its leaves are told to the wave that the checkpoint
-is in.
+gradients come, and then a backward pass of its own through the result. What this inner pass finds
+at leaves that the function uses, such as parameters, would end in `.grad` instead of the context.
+So when the function has run again, the wave that runs the checkpoint takes over its leaves.
 """
 
 from __future__ import annotations
@@ -14,24 +13,21 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import CheckpointFunction
 
 from telegrad.autograd.contexts.context import EnteredContext
 from telegrad.autograd.contexts.message_nodes import current_wave
 from telegrad.autograd.local.walks import walk
+from telegrad.autograd.torch_internals import CheckpointNode
 from telegrad.errors import BackwardError
 
-__all__ = ["CheckpointNode", "Checkpoints"]
+__all__ = ["Checkpoints"]
 
-CheckpointNode: Any = CheckpointFunction._backward_cls
-"""The type of a reentrant checkpoint's node."""
-
-_attending = threading.RLock()  # guards the functions of all nodes, and who attends to them
+_attending = threading.RLock()  # guards `run_function` of all nodes, and `carers`
 
 
 class _Attended:
-    """Stands in for the function of a checkpoint. Waves of several contexts, and plain backward
-    calls, may run through one node at the same time; each is cared for by its own wave."""
+    """Replaces the function of a checkpoint. Waves of several contexts, and plain backward calls,
+    may run through one node at the same time: each wave takes care of its own run."""
 
     __slots__ = ("carers", "function")
 
@@ -54,7 +50,7 @@ class Checkpoints:
 
     Args:
         context_id: the context of the pass.
-        on_leaf: hears of each leaf that an inner pass will come to, by its AccumulateGrad node; of
+        on_leaf: called with the AccumulateGrad node of each leaf that an inner pass will reach, for
             some more than once.
     """
 
@@ -65,7 +61,7 @@ class Checkpoints:
         self._nodes: list[Any] = []
 
     def attend(self, nodes: Iterable[Any]) -> None:
-        """From now on, until `leave`, the checkpoints among these nodes are cared for."""
+        """Takes care of the checkpoints among these nodes until `leave`."""
         for node in nodes:
             if type(node) is CheckpointNode:
                 self._nodes.append(node)
@@ -87,7 +83,7 @@ class Checkpoints:
                         node.run_function = attended.function
 
     def has_run_again(self, inputs: Iterable[Any], outputs: Any) -> None:
-        """The function of a checkpoint has, and the pass through what came out is to begin."""
+        """The function of a checkpoint has run again; the pass through its result begins next."""
         tensors = outputs if isinstance(outputs, tuple | list) else (outputs,)
         edges = [
             torch.autograd.graph.get_gradient_edge(tensor)
@@ -95,7 +91,7 @@ class Checkpoints:
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad
         ]
         inner = walk(edges)
-        if inner.recvs:  # the inner pass would have to wait for gradients from there
+        if inner.recvs:  # the inner pass would have to wait for their gradients
             raise BackwardError(
                 "a reentrant checkpoint's function calls another worker, which is not supported in "
                 "a distributed backward pass: use checkpoint(..., use_reentrant=False)"

@@ -3,38 +3,29 @@
 A node may run when everything that can still reach it has arrived, because it must run once, on
 its total. This is topological counting: `_open[node]` is how many of its incoming edges, from
 nodes and from sources, are not yet *settled*. An edge is settled when its origin has run, or will
-never run. A node whose edges are all settled is ready if a gradient reaches it and is passed over,
-settling its own edges, if none does.
+never run. A node whose edges are all settled is ready if a gradient has reached it; otherwise it is
+skipped, which settles its own edges.
 
-The graph is walked once for a pass and each edge is settled once, so the cost is linear however
-many sources there are and in whatever order they arrive. (Rejected: the set of nodes reachable
-from what is still awaited, anew for every arrival: simpler, and quadratic in a chain of calls.)
+The graph is walked once per pass and each edge is settled once, so the cost is linear in the size
+of the graph, however many sources there are and in whatever order they arrive. (Rejected: computing
+for every arrival the set of nodes that the awaited sources lead to. It is simpler, and quadratic in
+a chain of calls.)
 
 *Free* nodes are sinks where a sum in parts is as good as the total, leaves without hooks: they
 are never waited for.
 
-Nothing here knows torch: nodes are any hashable values.
+Nothing here depends on torch: nodes are any hashable values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-__all__ = ["Frontier", "Step"]
+__all__ = ["Frontier"]
 
 Node = TypeVar("Node", bound=Hashable)
 Key = TypeVar("Key", bound=Hashable)
-
-
-@dataclass(frozen=True)
-class Step(Generic[Node]):
-    """What may run now."""
-
-    ready: list[Node]
-    boundary: dict[Node, set[Node]]
-    """Ready nodes with edges into nodes that are not: those edges' gradients must be kept."""
 
 
 class Frontier(Generic[Key, Node]):
@@ -54,6 +45,8 @@ class Frontier(Generic[Key, Node]):
         successors: Callable[[Node], Sequence[Node]],
         is_free: Callable[[Node], bool],
     ) -> None:
+        self._successors = successors
+        self._is_free = is_free
         self._awaited: dict[Key, Sequence[Node]] = dict(sources)
         self._open: dict[Node, int] = {}
         self._next: dict[Node, Sequence[Node]] = {}
@@ -61,15 +54,15 @@ class Frontier(Generic[Key, Node]):
         self._reached: set[Node] = set()
         self._settled: list[Node] = []
         entered = list(roots)
-        self._walk(entered, successors, is_free)
+        self._walk(entered)
         for nodes in self._awaited.values():
-            self._walk(nodes, successors, is_free)
+            self._walk(nodes)
         for node in entered:
             self._settle(node, is_reached=True)
 
     @property
     def awaited(self) -> Mapping[Key, Sequence[Node]]:
-        """The sources that have neither arrived nor been struck off."""
+        """The sources that may still arrive."""
         return self._awaited
 
     @property
@@ -89,19 +82,13 @@ class Frontier(Generic[Key, Node]):
         """The node's successors; also of a node that has run."""
         return self._next.get(node, ())
 
-    def add_source(
-        self,
-        key: Key,
-        nodes: Sequence[Node],
-        successors: Callable[[Node], Sequence[Node]],
-        is_free: Callable[[Node], bool],
-    ) -> None:
-        """Something else may arrive, that was not expected at the start."""
-        self._walk(nodes, successors, is_free)
+    def add_source(self, key: Key, nodes: Sequence[Node]) -> None:
+        """Adds a source that was not expected at the start."""
+        self._walk(nodes)
         self._awaited[key] = nodes
 
     def arrive(self, key: Key) -> None:
-        """The source's gradients have come."""
+        """The gradients of a source have arrived."""
         for node in self._awaited.pop(key):
             self._settle(node, is_reached=True)
 
@@ -111,8 +98,8 @@ class Frontier(Generic[Key, Node]):
             for node in self._awaited.pop(key):
                 self._settle(node, is_reached=False)
 
-    def advance(self) -> Step[Node]:
-        """Everything that can run now; it counts as run from here on."""
+    def advance(self) -> list[Node]:
+        """Everything that can run now; it counts as run from now on."""
         ready: list[Node] = []
         todo, self._settled = self._settled, []
         free_reached: set[Node] = set()
@@ -134,21 +121,9 @@ class Frontier(Generic[Key, Node]):
                 open_[successor] -= 1
                 if not open_[successor]:
                     todo.append(successor)
-        boundary: dict[Node, set[Node]] = {}
-        if reached:  # else nothing waits, so no edge leads to something that waits
-            for node in ready:
-                held = {s for s in next_.get(node, ()) if s in open_}
-                if held:
-                    boundary[node] = held
-        ready += free_reached
-        return Step(ready, boundary)
+        return [*ready, *free_reached]
 
-    def _walk(
-        self,
-        entries: Iterable[Node],
-        successors: Callable[[Node], Sequence[Node]],
-        is_free: Callable[[Node], bool],
-    ) -> None:
+    def _walk(self, entries: Iterable[Node]) -> None:
         open_, next_, free = self._open, self._next, self._free
         todo: list[Sequence[Node]] = [list(entries)]
         while todo:
@@ -156,8 +131,8 @@ class Frontier(Generic[Key, Node]):
                 if node in open_:
                     open_[node] += 1
                 elif node not in free:
-                    following = successors(node)
-                    if not following and is_free(node):
+                    following = self._successors(node)
+                    if not following and self._is_free(node):
                         free.add(node)
                     else:
                         open_[node] = 1

@@ -1,9 +1,9 @@
-"""Leaves whose hooks look for the gradient in `.grad`.
+"""Leaves whose hooks expect the gradient in `.grad`.
 
-Those are hooks of `register_post_accumulate_grad_hook`, and the reducer of DistributedDataParallel,
-which copies `.grad` into its buckets and the reduced buckets back. For such leaves `.grad` is lent
-to a wave: set aside, filled by torch itself, taken, and put back. One wave at a time may borrow a
-leaf.
+Those are the hooks of `register_post_accumulate_grad_hook`, and the reducer of
+DistributedDataParallel, which copies `.grad` into its buckets and the reduced buckets back. The
+`.grad` of such a leaf is lent to a wave: set aside, filled by torch itself, taken, and restored.
+One wave at a time may borrow a leaf.
 """
 
 from __future__ import annotations
@@ -16,35 +16,30 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
+from telegrad.autograd.torch_internals import (
+    has_post_accumulate_hooks,
+    use_count,
+)
 from telegrad.errors import BackwardError
 
-__all__ = ["GradLoan", "is_ddp_possible", "needs_grad_field"]
+__all__ = ["GradLoan", "needs_grad_field"]
 
-_world = distributed_c10d._world
-
-_returned = threading.Condition()  # guards the set below
-_lent: dict[int, int] = {}  # leaves whose `.grad` a wave has borrowed, by id; its thread
-
-
-def is_ddp_possible() -> bool:
-    """Whether there may be modules of DistributedDataParallel: `torch.distributed.is_initialized`,
-    without the three calls that this takes."""
-    return _world._default_pg is not None
+_returned = threading.Condition()  # guards the table below
+_lent: dict[int, int] = {}  # leaves whose `.grad` a wave has borrowed, by id; the wave's thread
 
 
 def needs_grad_field(tensor: torch.Tensor, may_be_of_ddp: bool) -> bool:
-    """Whether hooks of this leaf look for its gradient in `.grad`."""
-    if tensor._post_accumulate_grad_hooks:
+    """Whether hooks of this leaf expect its gradient in `.grad`."""
+    if has_post_accumulate_hooks(tensor):
         return True
     return may_be_of_ddp and _ddp.manages(tensor)
 
 
 class GradLoan:
-    """`.grad` of some leaves, lent to one wave. However far borrowing came, when Ctrl-C ended it
-    say, giving back undoes it."""
+    """`.grad` of some leaves, lent to one wave. Giving back undoes borrowing, even if Ctrl-C
+    interrupted it."""
 
     def __init__(self) -> None:
         self.set_aside: list[tuple[torch.Tensor, torch.Tensor | None]] = []
@@ -53,10 +48,10 @@ class GradLoan:
 
     def borrow(self, leaves: Iterable[torch.Tensor]) -> None:
         """Sets `.grad` of the leaves aside. Waits while another wave has borrowed one of them;
-        that ends when that wave does, in a result or an error.
+        the wait ends with that wave.
 
         Raises:
-            BackwardError: that wave runs on this thread, and waits for this one.
+            BackwardError: that wave runs on this thread, and would wait for this one.
         """
         leaves = list(leaves)
         ids = {id(leaf) for leaf in leaves}
@@ -71,7 +66,7 @@ class GradLoan:
                         "`.grad`: run the other pass when the first is over"
                     )
                 _returned.wait()
-            self._ids = ids  # signals are heeded at calls: nothing comes between these two
+            self._ids = ids  # no call, so no signal handler, between these two
             _lent.update(dict.fromkeys(ids, me))
         for leaf in leaves:
             self.set_aside.append((leaf, leaf.grad))
@@ -85,8 +80,8 @@ class GradLoan:
             leaf.grad = grad
             if gradient is not None and gradient.layout is torch.strided:
                 storage = gradient.untyped_storage()
-                # A reducer's bucket, or a view of one: the next pass writes to it.
-                if gradient._use_count() > 1 or storage.nbytes() != gradient.nbytes:
+                # A reducer's bucket, or a view of one: the next pass overwrites it.
+                if use_count(gradient) > 1 or storage.nbytes() != gradient.nbytes:
                     gradient = gradient.clone()
             found.append(gradient)
         with _returned:
@@ -97,11 +92,11 @@ class GradLoan:
 
 
 class _DdpParameters:
-    """Finds the parameters that some DistributedDataParallel module manages.
+    """Finds the parameters that DistributedDataParallel modules manage.
 
-    Nothing on a parameter or on its node tells, and modules may have been made before telegrad was
-    imported. But every instance holds a reference to its class: the class's reference count
-    changes when one is made, and only then the instances are looked up, which takes milliseconds.
+    Nothing on a parameter or on its node tells, and modules may be older than the import of
+    telegrad. But every instance refers to its class: the class's reference count changes with each
+    new one, and only then the instances are looked up, which takes milliseconds.
     """
 
     def __init__(self) -> None:

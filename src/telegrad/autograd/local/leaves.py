@@ -1,12 +1,12 @@
 """What happens at the leaves: gradients go to the context, and `.grad` is left alone.
 
-A prehook on the leaf's AccumulateGrad node takes the gradient and passes on nothing, so the node
-runs, with all the hooks that anybody registered on it or on the tensor, and `.grad` stays as it
-is. Hooks are on nodes, and other passes and plain backward calls may run through the same node at
-the same time: the prehook acts only in its own wave, which it knows by torch's thread-local state.
+A prehook on the leaf's AccumulateGrad node takes the gradient and passes on nothing. So the node
+runs, with all the hooks on it and on the tensor, and `.grad` stays as it is. Several passes, and
+plain backward calls, may run through the same node at the same time: the prehook acts only in its
+own wave, which it knows by torch's thread-local state.
 
-Some hooks need the gradient in `.grad`; to them it is lent (`grad_loans`). Leaves that nobody
-watches (`unwatched`) take a shorter way, on which their nodes do not run at all.
+Some hooks need the gradient in `.grad`, which is lent to them (`grad_field`). Leaves without hooks
+(`unwatched`) take a shorter way, on which their nodes do not run at all.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from __future__ import annotations
 import sys
 
 import torch
-from torch._prims_common import is_non_overlapping_and_dense_or_false
+
+from telegrad.autograd.torch_internals import is_dense
 
 __all__ = ["add", "adopt"]
 
@@ -28,16 +29,16 @@ def _count_in_a_call(value: object) -> int:
 
 _OF_THE_CALL = _count_in_a_call(object())
 """The references to an argument of a function that come from the call, and from counting them.
-Before Python 3.11 the caller's stack keeps one, too."""
+Before Python 3.11 the caller's stack keeps one too."""
 
 
 def adopt(gradient: torch.Tensor, leaf: torch.Tensor, references: int) -> torch.Tensor:
-    """The gradient, or a copy of it if it cannot be the context's own.
+    """The gradient, or a copy of it if the context cannot own it.
 
-    The rules are those of torch's AccumulateGrad: nobody else may hold the tensor (`references`
-    is how many the caller knows of), and it must be laid out like the leaf, without overlaps.
+    The rules are those of torch's AccumulateGrad: there must be no references to the tensor but the
+    caller's, which are so many, and it must be laid out like the leaf, without overlaps.
     """
-    # If anything of torch's refers to the tensor, that counts as another reference.
+    # An owner in C++ counts as a reference, too.
     is_ours = _getrefcount(gradient) <= references + _OF_THE_CALL
     if (
         is_ours
@@ -45,13 +46,13 @@ def adopt(gradient: torch.Tensor, leaf: torch.Tensor, references: int) -> torch.
         and leaf.is_contiguous()
         and gradient.is_contiguous()
     ):
-        return gradient  # as most are
+        return gradient  # the usual case
     if gradient.layout is torch.sparse_coo:
         is_whole = gradient._indices().is_contiguous() and gradient._values().is_contiguous()
         return gradient if is_ours and is_whole else gradient.clone()
     if gradient.layout is not torch.strided or gradient.is_mkldnn:
         return gradient if is_ours else gradient.clone()
-    if leaf.is_contiguous() or is_non_overlapping_and_dense_or_false(leaf):
+    if leaf.is_contiguous() or is_dense(leaf):
         if is_ours and gradient.stride() == leaf.stride():
             return gradient
         copy = torch.empty_like(leaf, dtype=gradient.dtype, requires_grad=False)

@@ -1,8 +1,8 @@
 """One worker's part of one pass: what has come, what is awaited, and what can run.
 
-Sources are the roots and the send functions, sinks the leaves and the recv nodes. What may run now
-runs in a wave, a call of torch's engine (`waves`); `frontier` says which nodes these are, unless it
-is plain that all of them are. Free leaves, which nobody watches, never have to be waited for.
+Gradients enter at the roots and the send functions, and leave at the leaves and the recv nodes.
+What may run now runs in a wave, a call of torch's engine (`waves`). `frontier` says which nodes
+these are, unless all of them are. Free leaves, which have no hooks, are never waited for.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from telegrad.autograd.contexts.message_nodes import (
-    AccumulateGrad,
     Received,
     RecvNode,
     SendFunction,
@@ -34,7 +33,6 @@ from telegrad.autograd.local.walks import (
     walk,
 )
 from telegrad.autograd.local.waves import (
-    NO_BOUNDARY,
     Entering,
     LeafGradient,
     Outgoing,
@@ -43,6 +41,7 @@ from telegrad.autograd.local.waves import (
     catch,
 )
 from telegrad.autograd.passes.protocol import Standing
+from telegrad.autograd.torch_internals import AccumulateGrad
 from telegrad.rpc.seams import NO_CONTEXT
 
 __all__ = ["LocalPass"]
@@ -65,14 +64,11 @@ class LocalPass:
     ) -> None:
         self.context_id = context_id
         self.sends = sends
-        self._awaited: set[int] = set()
-        for id_, sent in sends.items():
-            if not sent.is_spent:
-                self._awaited.add(id_)
+        self._awaited = {id_ for id_, sent in sends.items() if not sent.is_spent}
         self.retain_graph = retain_graph
         self.create_graph = create_graph
         self.is_kept = False
-        """Asked about: this worker keeps the pass until it is told of its end."""
+        """The initiator has asked for reachability: it will end the pass here."""
         self._frontier: Frontier[int, Any] | None = None
         self._arrived: list[int] = []
         self._delayed: list[Any] = []
@@ -81,11 +77,11 @@ class LocalPass:
         self._freedom: dict[Any, bool] = {}
         self._entering: Entering = {}
         self.lent: dict[torch.Tensor, torch.Tensor] = {}
-        """What was found in `.grad` of leaves that had to be lent to their hooks."""
+        """The gradients of leaves whose `.grad` was lent to their hooks."""
 
     @property
     def standing(self) -> Standing:
-        """To be asked when nothing runs."""
+        """Valid while nothing runs."""
         if self._entering:
             return Standing.WAITING
         if self._awaited or self._arrived or self.is_kept:
@@ -97,8 +93,8 @@ class LocalPass:
             self.enter(root.grad_fn, root.output_nr, torch.ones_like(root))
 
     def arrive(self, message_id: int, gradients: list[torch.Tensor | None]) -> None:
-        """The gradients of a message that this worker sent have come; they are taken out of the
-        list, so that nobody else refers to them.
+        """Takes in the gradients of a message that this worker sent. Empties the list, so that no
+        other reference to them remains.
 
         Raises:
             KeyError: this worker never sent such a message.
@@ -115,8 +111,8 @@ class LocalPass:
             sent.is_spent = True
 
     def foresee(self) -> None:
-        """Something is awaited, and there is time: finds out now what will have to be known.
-        Another thread may be running this pass meanwhile."""
+        """Finds out what the next gradients will run through, while they are awaited. Another
+        thread may be running this pass at the same time."""
         awaited = tuple(self._awaited)
         if len(awaited) == 1:
             sent = self.sends[awaited[0]]
@@ -126,7 +122,7 @@ class LocalPass:
                     self._is_free(node)
 
     def _is_free(self, node: Any) -> bool:
-        """Whether a node is a leaf that no hook watches: it never needs to be waited for."""
+        """Whether a node is a leaf without hooks, which is never waited for."""
         is_free = self._freedom.get(node)
         if is_free is None:
             is_free = type(node) is AccumulateGrad and unwatched.includes(node)
@@ -134,7 +130,7 @@ class LocalPass:
         return is_free
 
     def strike_off_all_but(self, live: Iterable[int]) -> None:
-        """No send but these can arrive any more."""
+        """Stops waiting for all other sends: they can no longer arrive."""
         dead = self._awaited.difference(live)
         self._awaited -= dead
         if self._frontier is not None:
@@ -143,8 +139,7 @@ class LocalPass:
     def reachability(self) -> tuple[set[int], dict[int, set[int]]]:
         """The received messages that waiting gradients lead to, and those that each awaited send
         leads to."""
-        waiting = messages_behind(self._entering)
-        return waiting, {
+        return messages_behind(self._entering), {
             id_: messages_behind(self.sends[id_].next_functions) for id_ in self._awaited
         }
 
@@ -152,7 +147,7 @@ class LocalPass:
         """Runs all that can run now.
 
         Raises:
-            Exception: whatever a backward function or a hook raised.
+            Exception: a backward function or a hook raised it.
         """
         if self._frontier is None and len(self._awaited) < MOST_WALKED:
             graph = self._graph_of_unblocked()
@@ -166,11 +161,13 @@ class LocalPass:
                     return _pass_through(entering), []
                 if can_catch(graph):
                     return catch(self, graph, entering)
-                return Wave(self, graph.nodes, leaves, NO_BOUNDARY).run(entering, ())
-        frontier = self._settle_arrivals()
-        step = frontier.advance()
-        ready, boundary = step.ready, step.boundary
-        if boundary or self._delayed:
+                return Wave(self, graph.nodes, leaves, {}).run(entering, ())
+        return self._run_ready(self._settle_arrivals())
+
+    def _run_ready(self, frontier: Frontier[int, Any]) -> tuple[list[Outgoing], list[LeafGradient]]:
+        ready = frontier.advance()
+        boundary: dict[Any, set[Any]] = {}
+        if self._delayed or (frontier.waiting and _lead_to_open(frontier, ready)):
             ready, boundary = self._delay(frontier, ready)
         if boundary:
             self._hold_leaves_below(frontier, ready, boundary)
@@ -186,12 +183,12 @@ class LocalPass:
                 asked = [node for node in ready if type(node) is RecvNode]
                 sinks = tuple(GradientEdge(node, 0) for node in (*asked, *leaves, *boundary))
             outgoing, found = Wave(self, ready, leaves, boundary).run(entering, sinks)
-            if boundary:  # free leaves that were held below it have got gradients by hand
+            if boundary:  # calls by hand have entered gradients into free leaves below it
                 _, held = self._take_ready(frontier, ())
                 for key, gradient in held.items():
                     before = free.get(key)
                     free[key] = gradient if before is None else add(before, gradient)
-                gradient = before = None  # type: ignore[assignment]  # counted by `adopt`
+                gradient = before = None  # type: ignore[assignment]  # else `adopt` counts them
         if free:
             found += self._into_free_leaves(free)
         return outgoing, found
@@ -199,14 +196,14 @@ class LocalPass:
     def _delay(
         self, frontier: Frontier[int, Any], ready: list[Any]
     ) -> tuple[list[Any], dict[Any, set[Any]]]:
-        """While nodes have to wait, only what leads to other workers runs: they may be waited for.
-        All else runs with those nodes, in one wave, as it does in one process: a hook on several
+        """While nodes have to wait, only what leads to other workers runs: others may wait for it.
+        The rest runs later with those nodes, in one wave, as in one process: a hook on several
         tensors sees their gradients together, and fewer nodes are on the boundary.
 
         Returns:
             What runs now, and its boundary.
         """
-        # Predecessors first, as each of the two is. Free leaves run with whatever leads to them.
+        # Predecessors come first in both lists. Free leaves run with the nodes that lead to them.
         candidates = self._delayed + [node for node in ready if not frontier.is_free(node)]
         self._delayed = []
         chosen = candidates
@@ -229,7 +226,7 @@ class LocalPass:
     def _take_ready(
         self, frontier: Frontier[int, Any], ready: Iterable[Any]
     ) -> tuple[Entering, Entering]:
-        """Takes what may go on now: into nodes that are ready, and into free leaves."""
+        """Takes out the gradients for nodes that are ready, and those for free leaves."""
         entering: Entering = {}
         free: Entering = {}
         kept: Entering = {}
@@ -245,7 +242,7 @@ class LocalPass:
         return entering, free
 
     def _into_free_leaves(self, entering: Entering) -> list[LeafGradient]:
-        """A free leaf has no hooks: what is for it needs no engine."""
+        """A free leaf has no hooks, so its gradient needs no engine."""
         found: list[LeafGradient] = []
         for key in entering:
             leaf = key[0].variable  # type: ignore[attr-defined]  # AccumulateGrad has it
@@ -253,15 +250,13 @@ class LocalPass:
         return found
 
     def _graph_of_unblocked(self) -> Graph | None:
-        """The graph behind all that has entered, if nothing that is awaited can block any of it.
+        """The graph behind all that has entered, if no awaited send can block any of it.
 
-        That is plain if nothing is awaited. For one awaited send, two walks tell, of which the
-        second is saved for when it arrives. For more, counting (`Frontier`) is cheaper.
+        If nothing is awaited, that is so. For one awaited send, two walks decide it, and the second
+        is kept for when that send arrives. For more, counting (`Frontier`) is cheaper.
         """
-        entered: Graph
-        if self._sole is not None:  # there may be more behind it than what was given a gradient
-            sent = self.sends[self._sole]
-            entered = sent.graph or graph_behind(sent)
+        if self._sole is not None:  # more may lie behind it than what has got a gradient
+            entered = graph_behind(self.sends[self._sole])
         else:
             entered = walk(self._entering)
         if not self._awaited:
@@ -277,11 +272,12 @@ class LocalPass:
     def _hold_leaves_below(
         self, frontier: Frontier[int, Any], ready: list[Any], boundary: dict[Any, set[Any]]
     ) -> None:
-        """Keeps free leaves out of a wave that has a boundary, if they are below it.
+        """Keeps free leaves below the boundary out of a wave.
 
         The engine runs every node on a path to what it is asked for, so asking for such a leaf
-        would run the nodes that must wait. `_below` is all that was ever below a boundary in this
-        pass, so that each node is looked at once: holding a leaf without need does no harm.
+        would run the nodes that must wait. `_below` collects everything that was ever below a
+        boundary in this pass, so each node is visited once: holding a leaf without need is
+        harmless.
         """
         below = self._below
         todo = [node for held in boundary.values() for node in held]
@@ -309,12 +305,8 @@ class LocalPass:
             self._frontier = Frontier(roots, sources, successors, self._is_free)
         for id_ in self._arrived:
             if id_ not in self._frontier.awaited:  # spent in an earlier pass, and here again
-                self._frontier.add_source(
-                    id_,
-                    [node for node, _ in self.sends[id_].next_functions],
-                    successors,
-                    self._is_free,
-                )
+                nodes = [node for node, _ in self.sends[id_].next_functions]
+                self._frontier.add_source(id_, nodes)
             self._frontier.arrive(id_)
         self._arrived.clear()
         return self._frontier
@@ -326,10 +318,14 @@ class LocalPass:
 
 
 def _are_all(is_so: Callable[[Any], bool], entering: Entering) -> bool:
-    for edge in entering:  # noqa: SIM110 - a generator takes as long again
+    for edge in entering:  # noqa: SIM110 - a generator takes twice as long
         if not is_so(edge[0]):
             return False
     return True
+
+
+def _lead_to_open(frontier: Frontier[int, Any], nodes: Iterable[Any]) -> bool:
+    return any(frontier.is_open(next_) for node in nodes for next_ in frontier.next_of(node))
 
 
 def _is_passed_through(node: Any) -> bool:
@@ -337,7 +333,7 @@ def _is_passed_through(node: Any) -> bool:
 
 
 def _pass_through(entering: Entering) -> list[Outgoing]:
-    """What enters recv nodes and nothing else: it goes on as it is."""
+    """Sends on what enters recv nodes only, as it is."""
     outgoing: dict[Any, list[torch.Tensor | None]] = {}
     for (node, number, _), gradient in entering.items():
         gradients = outgoing.get(node)

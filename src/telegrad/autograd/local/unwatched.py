@@ -1,13 +1,13 @@
-"""Which leaves nobody watches.
+"""Which leaves have no hooks.
 
-Torch has no way to see whether a leaf's AccumulateGrad node has hooks, other than to register one
-and to look at its neighbours, which takes longer than the hook itself. But every registration of a
+torch cannot tell whether a leaf's AccumulateGrad node has hooks. The only way is to register one
+and look at its neighbours, which takes longer than the hook itself. But every registration of a
 hook, of whatever kind, makes a `RemovableHandle`, and torch counts these. So a leaf that had no
-hooks has none as long as that count stays, whichever node it has by then: its node dies with the
-graphs that lead to it, and a new one begins without.
+hooks has none as long as that count stays, even if its node has died with the graphs that lead to
+it and been replaced.
 
-The count does not tell of hooks that are registered in C++. Only DistributedDataParallel does that;
-its parameters are known otherwise (`leaves`).
+Hooks that C++ registers are not counted. Only DistributedDataParallel does that; its parameters are
+recognized otherwise (`grad_field`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,14 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
-from telegrad.autograd.local.grad_field import is_ddp_possible, needs_grad_field
+from telegrad.autograd.local.grad_field import needs_grad_field
+from telegrad.autograd.torch_internals import (
+    has_default_group,
+    has_post_accumulate_hooks,
+    has_tensor_hooks,
+    hooks_ever_registered,
+)
 
 __all__ = ["OwnHook", "Unwatched", "unwatched"]
 
@@ -34,19 +39,19 @@ class _Verdict(weakref.ref[torch.Tensor]):
 
 
 class OwnHook(functools.partial[Any]):
-    """A hook that is of no matter to others: it does nothing in any wave but its own."""
+    """A hook of telegrad's. It does nothing outside its own wave."""
 
 
 class Unwatched:
-    """What is known of the leaves of this process. Threads may use it freely."""
+    """The leaves of this process without hooks. Thread-safe."""
 
     def __init__(self) -> None:
         self._verdicts: dict[int, _Verdict] = {}
-        self._own = 0  # handles that were made here, and are of no matter
-        self._registering: dict[object, None] = {}  # a token for each that is just being made
+        self._own = 0  # registrations that do not count
+        self._registering: dict[object, None] = {}  # a token for each such registration under way
 
     def register(self, register: Callable[[Any], Any], hook: Callable[..., Any]) -> Any:
-        """Registers a hook that is of no matter to others; returns its handle."""
+        """Registers a hook of telegrad's own; returns its handle."""
         token = object()
         self._registering[token] = None
         try:
@@ -57,25 +62,24 @@ class Unwatched:
         return handle
 
     def _count(self) -> int | None:
-        """How many hooks of matter have ever been registered; None if that is just not known: too
-        high a count might come true later, when what it counts has become another."""
+        """How many hooks of the program have ever been registered. None while that is unknown: a
+        count that is too high could become right later, with other hooks."""
         own = self._own
-        count = RemovableHandle.next_id - own
+        count = hooks_ever_registered() - own
         return None if self._registering or self._own != own else count
 
     def are_hooks_possible(self) -> bool:
-        """Whether any hook of matter was ever registered in this process."""
+        """Whether the program has ever registered a hook in this process."""
         return self._count() != 0
 
     def includes(self, node: Any) -> bool:
-        """Whether nothing is registered that must see the total gradient of a leaf, whose
-        AccumulateGrad node this is."""
+        """Whether no hook has to see the total gradient of the leaf of this AccumulateGrad node."""
         return self.include_all((node,))
 
     def include_all(self, nodes: Iterable[Any]) -> bool:
         """The same for several."""
         verdicts, count = self._verdicts, self._count()
-        may_be_of_ddp = is_ddp_possible()
+        may_be_of_ddp = has_default_group()
         for node in nodes:
             leaf = node.variable
             verdict = verdicts.get(id(leaf))
@@ -91,17 +95,17 @@ class Unwatched:
         return True
 
     def has_post_hooks(self, node: Any) -> bool:
-        """Whether hooks run after the AccumulateGrad node of a leaf, and see its gradient."""
+        """Whether hooks run after the AccumulateGrad node of a leaf."""
         return not self.includes(node) and self._has_hooks(node.register_hook)
 
     def _is_hooked(self, node: Any, leaf: torch.Tensor) -> bool:
-        if leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
+        if has_tensor_hooks(leaf) or has_post_accumulate_hooks(leaf):
             return True
         return self._has_hooks(node.register_hook) or self._has_hooks(node.register_prehook)
 
     def _has_hooks(self, register: Callable[[Any], Any]) -> bool:
-        """Whether any of matter is registered there. There is no other way to get at them than to
-        register one, as other waves and other threads that look do, too."""
+        """Whether the program has registered any there. Other waves and threads may be looking at
+        the same time, with hooks like this one."""
         handle = self.register(register, _nothing)
         hooks = tuple(handle.hooks_dict_ref().values())
         handle.remove()

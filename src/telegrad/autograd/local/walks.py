@@ -7,10 +7,10 @@ from functools import partial
 from itertools import repeat
 from typing import Any
 
-from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
-from telegrad.autograd.contexts.message_nodes import AccumulateGrad, RecvNode, SendFunction
+from telegrad.autograd.contexts.message_nodes import RecvNode, SendFunction
+from telegrad.autograd.torch_internals import AccumulateGrad, PythonNode
 
 __all__ = [
     "MOST_WALKED",
@@ -25,28 +25,28 @@ __all__ = [
 ]
 
 MOST_WALKED = 2
-"""Send functions of a worker whose graphs are walked one by one in a pass. If there are more, edges
-are counted, in all of them at once (`Frontier`)."""
+"""How many send functions of a worker a pass walks one by one. With more of them, the edges of all
+are counted at once (`Frontier`)."""
 
-_SOON = 128  # nodes: a walk of that many takes as long as a short call
+_SOON = 128  # nodes: walking so many takes as long as a short call
 
-# A graph of more nodes for each of its ends is not small: the engine looks at each of them once
-# more to find out what leads to what it is to catch.
+# To capture gradients at its ends, the engine visits all nodes of a graph once more. A graph with
+# more nodes per end than this is too large for that to pay.
 _MOST_NODES_FOR_AN_END = 16
 
 _kinds_of_torch: set[type] = set()
-"""Types of nodes that are known to be torch's own, in C++, and recv nodes."""
+"""Known types of nodes that are torch's own, in C++, and recv nodes."""
 
 new_edge: Callable[[tuple[Any, int, None]], GradientEdge] = partial(tuple.__new__, GradientEdge)
-"""Makes a gradient edge, which is a named tuple, sooner."""
+"""Makes a gradient edge, a named tuple, without the checks of its constructor."""
 
 
 class Graph:
     """All nodes that edges lead to, directly or not.
 
     Attributes:
-        leaves: those of them that end in a leaf.
-        recvs: those that end in what came from another worker.
+        leaves: the AccumulateGrad nodes among them.
+        recvs: the recv nodes among them.
     """
 
     __slots__ = ("_ends", "leaves", "nodes", "recvs")
@@ -58,9 +58,9 @@ class Graph:
         self._ends: tuple[GradientEdge, ...] | None = None
 
     def ends(self) -> tuple[GradientEdge, ...]:
-        """The edges at which gradients can be caught that flow out of it: those into its leaves,
-        then those into its recv nodes. There are none if it is not small, or if one of its nodes
-        may object, as that of a checkpoint does."""
+        """The edges into its leaves, then those into its recv nodes, where the engine can capture
+        the gradients. Empty if the graph is not small, or if one of its nodes may refuse to run in
+        such a call, as a checkpoint does."""
         if self._ends is None:
             most = _MOST_NODES_FOR_AN_END * (len(self.leaves) + len(self.recvs))
             if len(self.nodes) > most or not are_all_of_torch(self.nodes):
@@ -75,12 +75,12 @@ class Graph:
 
 
 def are_all_of_torch(nodes: Iterable[Any]) -> bool:
-    """Whether none of the nodes is that of a function that a program has made."""
+    """Whether no node belongs to a `torch.autograd.Function` of the program."""
     kinds = set(map(type, nodes))
     if kinds <= _kinds_of_torch:
         return True
     for kind in kinds:
-        if issubclass(kind, BackwardCFunction) and kind is not RecvNode:
+        if issubclass(kind, PythonNode) and kind is not RecvNode:
             return False
         _kinds_of_torch.add(kind)
     return True
@@ -93,7 +93,7 @@ def successors(node: Any) -> list[Any]:
 
 
 def walk(entries: Iterable[Sequence[Any]], most: int | None = None) -> Graph:
-    """The graph that edges lead to; no more than so many nodes of it."""
+    """The graph that edges lead to; at most so many nodes of it."""
     seen: set[Any] = set()
     leaves: list[Any] = []
     recvs: list[Any] = []
@@ -118,7 +118,7 @@ def walk(entries: Iterable[Sequence[Any]], most: int | None = None) -> Graph:
                 if len(edges) != 1 and not (len(edges) == 2 and edges[1][0] is None):
                     push(edges)
                     break
-                node = edges[0][0]  # on along a chain, as most nodes are in one
+                node = edges[0][0]  # follows a chain: most nodes are in one
                 if node is None or node in seen:
                     break
             else:
@@ -127,14 +127,14 @@ def walk(entries: Iterable[Sequence[Any]], most: int | None = None) -> Graph:
 
 
 def graph_behind(sent: SendFunction) -> Graph:
-    """What the gradients of a message run through."""
+    """What the gradients of a sent message run through."""
     if sent.graph is None:
         sent.graph = walk(sent.next_functions)
     return sent.graph
 
 
 def look_ahead(sent: SendFunction) -> None:
-    """There is time: finds out what gradients will run through, if that does not take long."""
+    """Walks ahead of time what gradients will run through, if that does not take long."""
     if sent.graph is None:
         graph = walk(sent.next_functions, _SOON)
         if len(graph.nodes) < _SOON:

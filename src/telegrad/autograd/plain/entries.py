@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from telegrad.autograd.contexts.message_nodes import AccumulateGrad
 from telegrad.autograd.plain.nodes import ReceivedNode, is_sink
+from telegrad.autograd.torch_internals import AccumulateGrad
 from telegrad.wire.tensor_table.layout import is_leaf
 
 __all__ = ["Entries", "Entry", "Export", "Walk", "edges_of", "walk"]
