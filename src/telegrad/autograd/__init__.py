@@ -9,7 +9,7 @@
         dist_autograd.backward(context_id, [loss])
         gradients = dist_autograd.get_gradients(context_id)
 
-The functions here act on the engine of the agent that this thread acts for.
+The functions here act on the engine of the worker that this thread belongs to.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ _without_agent: AutogradEngine | None = None
 
 
 def engine_without_agent() -> AutogradEngine:
-    """The engine of a process in which no agent runs: that of `_init`.
+    """The engine of a process without an agent, which `_init` makes.
 
     Raises:
-        NotInitialized: it has none.
+        NotInitialized: there is none.
     """
     if _without_agent is None:
         error = current.not_initialized()
@@ -68,18 +68,18 @@ _engine: Callable[[], AutogradEngine] = engine_without_agent
 
 
 def set_engine_lookup(lookup: Callable[[], AutogradEngine]) -> None:
-    """Sets how the engine is found that this thread acts on."""
+    """Sets the function that finds the engine of this thread."""
     global _engine
     _engine = lookup
 
 
 def is_available() -> bool:
-    """True: telegrad needs nothing that a torch installation could lack."""
+    """True: telegrad works with every torch installation."""
     return True
 
 
 def _init(worker_id: int) -> None:
-    """Lets contexts and passes work on this process alone, before or without an agent."""
+    """Makes contexts and passes work in this process alone, without an agent."""
     global _without_agent
     _without_agent = AutogradEngine(None, worker_id)
 
@@ -93,13 +93,13 @@ def backward(
 ) -> None:
     """Runs the backward pass from `roots` through all workers of the context.
 
-    Gradients are summed into the context on the worker of each leaf, never into `.grad`.
+    Gradients are summed in the context, on the worker of each leaf, never in `.grad`.
 
     Args:
-        context_id: what `context()` gave.
+        context_id: the id that `context()` returned.
         roots: a list of real scalars with a history; usually one, `[loss]`.
-        retain_graph: keeps the graph on all workers, so that another pass may go through it.
-        create_graph: makes the gradients differentiable themselves, across workers.
+        retain_graph: keeps the graph on all workers for another pass.
+        create_graph: makes the gradients themselves differentiable, across workers.
 
     Raises:
         ContextError: there is no such context, or it was released during the pass.
@@ -117,7 +117,7 @@ def backward(
 
 
 def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
-    """The gradients of this worker's leaves that passes of the context have gathered.
+    """The gradients of this worker's leaves in the context.
 
     Raises:
         ContextError: there is no such context on this worker.
@@ -136,17 +136,17 @@ def _leave_block(
 
 
 class _Stay:
-    """A thread's stay in a context. It ends with its block, however that ends."""
+    """A thread's stay in a context, which ends with its block, however that ends."""
 
     def __init__(self, entered: DistAutogradContext) -> None:
         self._entered = entered
         self._is_over = False
 
     def end(self, *, is_late: bool = False) -> None:
-        """Does nothing if that has been done.
+        """Ends the stay, unless it has ended.
 
         Args:
-            is_late: Ctrl-C has interrupted what should have ended it, at any step.
+            is_late: Ctrl-C has interrupted the code that should have ended it.
         """
         if self._is_over:
             return
@@ -155,7 +155,7 @@ class _Stay:
         except TelegradError:
             if not is_late:
                 raise
-        except BaseException:  # Ctrl-C: this thread must not stay in it
+        except BaseException:  # such as Ctrl-C: this thread must not stay in it
             with contextlib.suppress(ContextError):
                 self._end()
             raise
@@ -166,7 +166,7 @@ class _Stay:
     def _end(self) -> None:
         try:
             engine = _engine()
-        except NotInitialized:  # shut down inside of the block, or forked: the context is gone
+        except NotInitialized:  # shut down inside the block, or forked: the context is gone
             if thread_context() == self._entered.id:
                 set_thread_context(NO_CONTEXT)
         else:
@@ -174,20 +174,20 @@ class _Stay:
 
 
 _stays: dict[_Stay, weakref.ref[context]] = {}
-"""Those that are not over. The end of the `context` object, if that comes first, ends the stay: its
-block was ended by Ctrl-C, or no `with` statement has made it.
+"""The stays that have not ended. If the `context` object dies first, its stay ends: Ctrl-C has
+ended the block, or there was no `with` statement.
 
-A destructor would do the same, but would run after each block, and Python drops a Ctrl-C that comes
-while one runs. This only runs where a Ctrl-C is on its way already."""
+A destructor could do the same, but it would run after each block, and Python drops a Ctrl-C that
+arrives in a destructor. This callback runs only after a Ctrl-C."""
 
 
 class _Exit:
-    """`__exit__` of a context, of which the block is told apart from what leaves it.
+    """The `__exit__` of a context: a new object for each block.
 
-    Ctrl-C may come when `__exit__` has been called and has not done anything yet: no code of ours
-    runs then that could still leave the context. But the `with` statement keeps what it got as
-    `__exit__` until the block is over, however that ends, and nothing else keeps it. So its end is
-    the end of the block, and leaves the context if nothing else has.
+    Ctrl-C may arrive when `__exit__` has been called and has not yet done anything: then no code
+    is left that could leave the context. But the `with` statement holds the only reference to this
+    object until the block is over, however that ends. So when the object dies, the block is over,
+    and its death leaves the context.
     """
 
     def __get__(self, instance: context | None, owner: type[context]) -> Callable[..., None]:
@@ -199,7 +199,7 @@ class _Exit:
 
 
 class context:
-    """Records what is needed to run backward through other workers, while the block lasts.
+    """Records, inside its block, what a backward pass through other workers needs.
 
     Example::
 
@@ -208,7 +208,7 @@ class context:
             backward(context_id, [loss])
 
     Raises:
-        ContextError: this thread is in a context already.
+        ContextError: this thread is already in a context.
     """
 
     block: weakref.ref[partial[None]] | None = None
@@ -217,14 +217,14 @@ class context:
     def __enter__(self) -> int:
         engine = _engine()
         if thread_context() != NO_CONTEXT:
-            gc.collect()  # one that Ctrl-C has ended, and that its traceback still keeps
+            gc.collect()  # frees a context that Ctrl-C has ended and a traceback keeps
         before = thread_context()
         try:
             self.autograd_context = engine.new()
             self._stay = stay = _Stay(self.autograd_context)
             _stays[stay] = weakref.ref(self, lambda _: stay.end(is_late=True))
             return self.autograd_context.id
-        except BaseException:  # Ctrl-C, say, once it is there: no block will end it
+        except BaseException:  # such as Ctrl-C, after the context was made
             if thread_context() != before:
                 with contextlib.suppress(ContextError):
                     engine.release(thread_context())
@@ -238,18 +238,18 @@ class context:
         __exit__ = _Exit()
 
     def leave(self, *, is_late: bool = False) -> None:
-        """Ends it, unless that has been done."""
+        """Leaves the context, unless that has been done."""
         if self._stay is not None:
             self._stay.end(is_late=is_late)
-        self.block = None  # not before: it ends the stay if Ctrl-C has kept this from doing so
+        self.block = None  # last: its death ends the stay if Ctrl-C has prevented that
 
 
 @contextlib.contextmanager
 def join_context(context_id: int) -> Iterator[int]:
     """Lets this thread take part in a context that another thread of this worker has opened.
 
-    Threads do not inherit a context: a call from one that has none is not recorded, and its result
-    leads no gradient back. The context must stay open until the block ends.
+    Threads do not inherit a context: a call from a thread without one is not recorded, and no
+    gradient goes back through its result. The context must stay open until the block ends.
 
     Raises:
         ContextError: there is no such context on this worker.

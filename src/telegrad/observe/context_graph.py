@@ -22,7 +22,7 @@ from torch.futures import Future
 from telegrad import autograd
 from telegrad.autograd.contexts.context import DistAutogradContext, EnteredContext
 from telegrad.autograd.contexts.message_nodes import RecvNode
-from telegrad.autograd.passes.live_pass import tensors_of
+from telegrad.autograd.passes.roots import tensors_of
 from telegrad.observe.boxes import Box, DistributedGraph
 from telegrad.observe.folding import fold
 from telegrad.observe.graph_walk import GraphWalk, answers_of, whole

@@ -17,7 +17,7 @@ from telegrad.testing.cluster import cluster
 
 weight = torch.ones(3, requires_grad=True)
 STOPS = (
-    r"a gradient stops at a tensor that worker 'worker1' returned outside of a "
+    r"a gradient stops at a tensor that worker 'worker1' returned outside a "
     r"dist_autograd\.context\(\): parameters on 'worker1' get none"
 )
 
@@ -138,7 +138,7 @@ def test_a_thread_that_has_joined_leaves_again(x):
 
 def test_contexts_and_roots_are_checked(x):
     with dist_autograd.context() as context_id:
-        with pytest.raises(ContextError, match="already inside of a dist_autograd"):
+        with pytest.raises(ContextError, match="already inside a dist_autograd"):
             with dist_autograd.context():
                 pass
         future = rpc.rpc_async("worker1", scale, (x,))

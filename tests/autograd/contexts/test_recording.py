@@ -133,7 +133,7 @@ def test_recording_works_under_no_grad(cluster, context):
 
 
 def test_a_thread_has_one_context_at_a_time(cluster, context):
-    with pytest.raises(ContextError, match="already inside of a dist_autograd"):
+    with pytest.raises(ContextError, match="already inside a dist_autograd"):
         cluster.engines[0].new()
 
 
@@ -147,7 +147,7 @@ def test_ids_carry_the_worker(cluster):
         ContextError, match=f"there is no autograd context {context.id} on this worker"
     ):
         engine.retrieve(context.id)
-    with pytest.raises(ContextError, match="this thread is not inside of an autograd context"):
+    with pytest.raises(ContextError, match="this thread is not inside an autograd context"):
         engine.current()
 
 

@@ -38,7 +38,7 @@ def test_a_pass_whose_credit_cannot_go_home_is_dropped(engine):
     # The numbers must not be taken for each other by their bytes.
     others = [begun_elsewhere(engine, number) for number in (5, 5 + (5 << 16), 1)]
     live = begun_elsewhere(engine, 5 + (5 << 8))
-    engine._completion.return_credit(live, 1, {})
+    engine._return_credit(live, 1, {})
     assert live.id not in live.context.passes
     assert live.id in live.context.ended
     for other in others:
@@ -48,14 +48,14 @@ def test_a_pass_whose_credit_cannot_go_home_is_dropped(engine):
 
 def test_a_pass_whose_answer_cannot_be_told_is_dropped(engine):
     live = begun_elsewhere(engine, 300)
-    engine._completion.reachability_asked(0, (300, 300, (False, False)))
+    engine._reachability_asked(0, (300, 300, (False, False)))
     assert not live.context.passes
 
 
 def test_a_pass_that_is_over_stays_as_it_is(engine):
     live = begun_elsewhere(engine, 300)
     live.context.passes.clear()
-    engine._completion.return_credit(live, 1, {})
+    engine._return_credit(live, 1, {})
     assert not live.context.ended
 
 
@@ -63,6 +63,6 @@ def test_a_worker_that_was_asked_keeps_the_pass_though_nothing_can_arrive(engine
     """Else a strike that is on its way to it would find it gone."""
     monkeypatch.setattr(engine._messenger, "post", lambda to, kind, body: None)
     live = begun_elsewhere(engine, 300)
-    assert live.local.standing is Standing.CLOSED
-    engine._completion.reachability_asked(0, (300, 300, (False, False)))
-    assert live.local.standing is Standing.OPEN
+    assert live.standing is Standing.CLOSED
+    engine._reachability_asked(0, (300, 300, (False, False)))
+    assert live.standing is Standing.OPEN

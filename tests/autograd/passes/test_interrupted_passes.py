@@ -10,7 +10,6 @@ import torch
 import telegrad.autograd as dist_autograd
 from interrupting import CtrlC
 from telegrad import rpc
-from telegrad.autograd.passes.completion import Completion
 from telegrad.autograd.passes.engine import AutogradEngine
 from telegrad.testing.cluster import cluster
 
@@ -21,9 +20,11 @@ STEPS = {
         AutogradEngine._run_to_the_end,
         AutogradEngine._bring,
         AutogradEngine._run,
-        AutogradEngine._advance,
+        AutogradEngine._take_batch,
+        AutogradEngine._release_batch,
+        AutogradEngine._run_batch,
         AutogradEngine._converse,
-        Completion._carry_out,
+        AutogradEngine._carry_out_for,
     )
 }
 WEIGHT = torch.tensor([2.0, 3.0], requires_grad=True)

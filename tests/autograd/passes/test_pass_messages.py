@@ -1,4 +1,4 @@
-"""Gradients and credit on the wire: every field comes as it went, and damage is an error."""
+"""Gradients on the wire: every field comes as it went, and damage is an error."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from telegrad.autograd.passes.messages import CreditMessage, GradientMessage
+from telegrad.autograd.passes.messages import GradientMessage
 from telegrad.autograd.passes.protocol import Standing
 from telegrad.errors import ProtocolError
 from telegrad.wire.codec import Codec, Packet
@@ -83,19 +83,6 @@ def test_so_is_a_wrong_number_of_tensors(tensors):
         GradientMessage.unpack(Packet(plain.head, [torch.ones(2)] * tensors))
 
 
-@given(message=st.builds(CreditMessage, IDS, IDS, CREDITS, REPORTS))
-def test_credit_comes_home_as_it_went(message):
-    assert CreditMessage.unpack(message.pack()) == message
-
-
-@pytest.mark.parametrize("credit", [1, Fraction(1, 3)])
-def test_a_credit_message_that_is_cut_anywhere_is_an_error(credit):
-    whole = CreditMessage(1, 2, credit, {0: (1, Standing.OPEN)}).pack()
-    for end in range(len(whole)):
-        with pytest.raises(ProtocolError, match="damaged credit message"):
-            CreditMessage.unpack(whole[:end])
-
-
 def test_there_may_be_many_tensors_and_many_workers():
     reports = dict.fromkeys(range(1000), (1, Standing.OPEN))
     gradients = [torch.ones(1)] * 70_000
@@ -103,4 +90,3 @@ def test_there_may_be_many_tensors_and_many_workers():
     came = GradientMessage.unpack(message.pack())
     assert came.reports == reports
     assert len(came.gradients) == 70_000
-    assert CreditMessage.unpack(CreditMessage(1, 2, 1, reports).pack()).reports == reports

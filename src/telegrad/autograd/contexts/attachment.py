@@ -1,8 +1,8 @@
-"""How autograd comes to an agent: as an extension of every worker that starts.
+"""Attaches autograd to agents, as an extension of every worker that starts.
 
-The rpc layer knows nothing of gradients. It offers three places, and this module fills them: the
-extensions that each worker gets, the recorder that an agent asks about every message, and what
-`RRef.backward` does.
+The rpc layer does not depend on autograd. It offers three places, which this module fills: the
+extensions of a worker, the recorder that an agent calls for every message, and the implementation
+of `RRef.backward`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NAME = "autograd"
 
 
 def attach() -> None:
-    """Gives every worker that starts from now on an engine."""
+    """Every worker that starts from now on gets an engine."""
     extensions[_NAME] = _Attached
     autograd.set_engine_lookup(_engine_here)
     set_rref_backward(_backward_from)
@@ -48,7 +48,9 @@ def _engine_here() -> AutogradEngine:
     if worker is None:
         current.refuse_if_forked()
         return autograd.engine_without_agent()
-    engine: Any = worker.agent.service.recorder  # set above, unless it is just starting or closed
+    engine: Any = (
+        worker.agent.service.recorder
+    )  # set above; None while it starts, and once it is closed
     return engine or autograd.engine_without_agent()
 
 

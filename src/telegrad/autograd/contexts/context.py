@@ -1,4 +1,4 @@
-"""The autograd context of one worker: what it recorded, and the gradients it has gathered."""
+"""The autograd context of one worker: what it recorded, and the gradients it has collected."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = [
 
 _CURRENT_CONTEXT = "telegrad.autograd.context"
 
-_FEW = 32  # gradients, so that it takes a few microseconds to ask them all
+_FEW = 32  # gradients: asking each for its size takes a few microseconds
 _LITTLE = 1 << 16  # elements of them
 _numel = torch.Tensor.numel
 
@@ -61,8 +61,8 @@ class EnteredContext:
 
 
 class CarriedContext:
-    """For a block, this thread's context follows work that torch hands to threads of its own. The
-    thread must have one."""
+    """For a block, this thread's context follows the work that torch hands to its own threads. The
+    thread must have a context."""
 
     __slots__ = ("_is_carried",)
 
@@ -77,10 +77,10 @@ class CarriedContext:
 def check_context_id(context_id: object, phrase: str = "") -> None:
     """
     Args:
-        phrase: what the message ends with.
+        phrase: the end of the message.
 
     Raises:
-        TypeError: this cannot be the id of a context.
+        TypeError: it is not the id of a context.
     """
     if not isinstance(context_id, int):
         raise TypeError(
@@ -100,12 +100,12 @@ class Gradients(dict[torch.Tensor, torch.Tensor]):
 
 
 class DistAutogradContext:
-    """What one worker knows of one context. Made by `context()`, or when a message brings it."""
+    """One worker's part of a context. Made by `context()`, or when a message of it arrives."""
 
-    # Guarded by `lock`, with what follows it. One wave at a time: a thread that finds no runner
-    # becomes it, runs what it brings, and then what others have left in `work` meanwhile.
+    # Guarded by `lock`, like what follows it below. One wave at a time: a thread that brings work
+    # while there is no runner becomes the runner, until `work` is empty.
     runner: int | None = None
-    batch: Sequence[Arrival] = ()  # what the runner runs
+    batch: Sequence[Arrival] = ()  # what the runner runs now
     is_released = False
     _changed: threading.Condition | None = None
 
@@ -117,12 +117,12 @@ class DistAutogradContext:
         self.recvs: dict[int, Any] = {}
         self.contacts: set[int] = set()
         self.gradients: dict[torch.Tensor, torch.Tensor] = {}
-        self._sums: set[int] = set()  # the ids of leaves
+        self._sums: set[int] = set()  # ids of leaves whose gradients are sums made here
         self.lock = threading.RLock()  # guards all that follows
         self.work: deque[Arrival] = deque()
         self.passes: dict[int, LivePass] = {}
         self.ended: set[int] = set()
-        """Passes that failed: what still arrives for them is dropped."""
+        """Failed passes: what still arrives for them is dropped."""
         self.incidents: set[int] = set()
 
     def _context_id(self) -> int:
@@ -142,8 +142,7 @@ class DistAutogradContext:
         return self.contacts.copy()
 
     def is_light(self) -> bool:
-        """Whether it keeps little memory alive, as far as can be told at once: no graph that has
-        not run, and few gradients."""
+        """Whether it keeps little memory alive: no graph that has not run, and few gradients."""
         for sent in tuple(self.sends.values()):
             if not sent.is_spent and not sent.is_of_leaves:
                 return False
@@ -151,28 +150,27 @@ class DistAutogradContext:
         return len(gradients) <= _FEW and sum(map(_numel, gradients)) <= _LITTLE
 
     def wait_until(self, is_so: Callable[[], Any]) -> None:
-        """Waits for something that the lock guards. What changes it calls `notify`."""
+        """Waits for a change of what the lock guards; see `notify`."""
         with self.lock:
-            if self._changed is None:  # seldom: `backward` mostly waits for a message instead
+            if self._changed is None:  # rare: `backward` usually waits on a lane instead
                 self._changed = threading.Condition(self.lock)
             self._changed.wait_for(is_so)
 
     def notify(self) -> None:
-        """To be called with the lock held."""
+        """Wakes the threads in `wait_until`. Call it with the lock held."""
         if self._changed is not None:
             self._changed.notify_all()
 
     def note_roots(self, roots: Iterable[torch.Tensor]) -> None:
-        """A pass begins from these. Pictures of the graph begin there too; a context keeps none of
-        them alive."""
+        """Notes where a pass begins, for pictures of the graph. Does not keep the roots alive."""
         self._roots = list(map(weakref.ref, roots))
 
     def living_roots(self) -> list[torch.Tensor]:
-        """The roots of the latest pass that began here, as far as the program still has them."""
+        """The roots of the latest pass that began here, if the program still has them."""
         return [root for reference in self._roots if (root := reference()) is not None]
 
     def add_gradients(self, found: Iterable[LeafGradient], *, create_graph: bool) -> None:
-        """Sums what a wave found at the leaves. One wave at a time calls this."""
+        """Adds what a wave found at the leaves. One wave at a time calls this."""
         gradients = self.gradients
         for leaf, gradient, replaced in found:
             known = len(gradients)
@@ -188,7 +186,7 @@ class DistAutogradContext:
                 gradients[leaf] = leaves.add(total, gradient)
                 self._sums.discard(id(leaf))
             elif id(leaf) in self._sums and total.layout is torch.strided:
-                # What a wave found may share memory with other gradients; a sum is our own.
+                # What a wave found may share memory with other gradients; a sum made here does not.
                 total.add_(gradient)
             else:
                 gradients[leaf] = leaves.add(total, gradient)

@@ -1,10 +1,10 @@
-"""Ids for other workers, sent together a moment later.
+"""Ids for other workers, collected for a moment and sent together.
 
-The end of a context is no urgent news, and training loops end one with every step. A message for
-each would take a peer's time from the next step's call. So they ride along with that call. What
-keeps much memory alive is freed before the call runs, or else a worker would have the graph or the
-gradients of one step beside the activations of the next; all else once it has been answered, while
-its caller goes on. What has found no call within a few milliseconds is sent by itself.
+Training loops end a context with every step, and it is not urgent for other workers to hear of it.
+A separate message would delay the next step's call, so the ids travel with that call. A context
+that keeps much memory alive is freed before the call runs, or else the graph of one step would
+coexist with the activations of the next. The others are freed when the call has been answered. Ids
+that no call has taken within a few milliseconds are sent in a message of their own.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ __all__ = ["Gathered", "ids_in"]
 
 
 def ids_in(message: bytes) -> Sequence[int]:
-    """The ids that were gathered into a message."""
+    """The ids in a message."""
     return array("Q", message)
 
 
 class Gathered:
     """
     Args:
-        messenger: None for a worker without an agent: then nothing is ever sent.
-        seconds: how long ids may be kept.
-        on_unsent: hears of ids whose worker could not be told, because it is gone.
+        messenger: None for a worker without an agent: nothing is ever sent then.
+        seconds: how long ids are kept at most.
+        on_unsent: called with a lost worker and the ids that could not be sent to it.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Gathered:
                 self._timer = messenger.call_later(self._seconds, self._time_is_up)
 
     def take(self, worker: int) -> bytes | None:
-        """What is there for a worker, to be sent by who takes it."""
+        """The message for a worker, which the caller sends; None if there is nothing to send."""
         if worker not in self._ids:
             return None
         with self._lock:
@@ -77,7 +77,7 @@ class Gathered:
         self._messenger.run_aside(self.send)
 
     def send(self) -> None:
-        """Sends what is there now."""
+        """Sends everything now."""
         with self._lock:
             gathered, self._ids = self._ids, {}
             self._timer = None
@@ -89,7 +89,7 @@ class Gathered:
                 self._on_unsent(worker, ids)
 
     def close(self) -> None:
-        """Forgets what was not sent."""
+        """Drops what has not been sent."""
         with self._lock:
             self._ids = {}
             if self._timer is not None:

@@ -1,21 +1,21 @@
-"""Who knows an autograd context, and how all of them come to forget it.
+"""Which workers know an autograd context, and how all of them come to forget it.
 
-A context is alive on every worker that a message of it has reached. Each of them notes whom it
-exchanged messages with (*contacts*); a worker notes a contact before its message leaves. Leaving a
-context releases it here and tells the contacts, which do the same with theirs, so the release
-reaches every worker on which the context lives. A release is acknowledged and, until it is, sent
-again; a lost worker needs none. The death of the worker that made a context releases it too.
+A context is alive on every worker that a message of it has reached. Each worker notes its
+*contacts*, the workers it exchanged messages of the context with, and notes them before a message
+leaves. Leaving a context releases it here and sends the release to the contacts, which do the same,
+so the release reaches every worker on which the context lives. A release is repeated until it is
+acknowledged or its worker is lost. The death of the worker that made a context releases it too.
 
-A lost worker may have been the only way between two others. So whoever had it as a contact tells
-the worker that made the context that it *holds* it, until that one is a contact too or has answered
-with the release.
+A lost worker may have been the only path between two others. So a worker that had the lost one as a
+contact tells the maker of the context that it *holds* the context, until the maker is a contact or
+has answered with the release.
 
-A message of a context may arrive after its release did. A worker therefore remembers what it
-released (the last `REMEMBERED` of them): such a message does not bring the context back to life,
-and whoever sent it is told of the release, in case nobody else did. The same holds for a contact
-that is made by a thread which was in the middle of a call when its context was released.
+A message of a context may arrive after the release. A worker therefore remembers the contexts it
+released (the last `REMEMBERED`): such a message does not revive the context, and its sender gets
+the release, in case it has not yet. The same holds for a contact made by a thread that was in a
+call when its context was released.
 
-Pure: events are methods, effects are what they return.
+Pure: events are methods, effects are return values.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ REMEMBERED = 16_384
 
 @dataclass(slots=True)
 class Free:
-    """Drop what this worker keeps of the context."""
+    """Drop this worker's part of the context."""
 
     context_id: int
 
 
 @dataclass(slots=True)
 class TellReleased:
-    """Send a release to a worker; it will be acknowledged."""
+    """Send a release to a worker, which acknowledges it."""
 
     worker: int
     context_id: int
@@ -49,7 +49,7 @@ class TellReleased:
 
 @dataclass(slots=True)
 class TellHeld:
-    """Tell a worker that the context lives here, lest its release pass this worker by."""
+    """Tell a worker that the context lives here, so that its release comes here."""
 
     worker: int
     context_id: int
@@ -74,11 +74,11 @@ class ContextLifetimes:
         self._contacts: dict[int, set[int]] = {}
         self._released: OrderedDict[int, None] = OrderedDict()
         self._unacknowledged: dict[tuple[int, int], bool] = {}
-        """(worker, context) → whether a retry is due the next time."""
+        """(worker, context) → whether the next `retry` repeats the release."""
         self._cut_off: set[int] = set()
-        """Contexts that their maker may not know to be here."""
+        """Contexts whose makers may not know that they live here."""
         self._lost: set[int] = set()
-        """Workers that were lost once: a message that they had sent may be read afterwards."""
+        """Workers that were ever lost: their messages may still be read afterwards."""
 
     def is_alive(self, context_id: int) -> bool:
         return context_id in self._contacts
@@ -98,14 +98,14 @@ class ContextLifetimes:
         self._contacts[context_id] = set()
 
     def met(self, context_id: int, worker: int) -> list[Effect]:
-        """A message of the context goes to that worker, or has come from it."""
+        """A message of the context goes to the worker or has come from it."""
         if context_id in self._released:
             return [] if worker == self._worker else self._tell((worker,), context_id)
         self._contacts.setdefault(context_id, set()).add(worker)
         return self._tell_maker(context_id) if worker in self._lost else []
 
     def released(self, context_id: int, *, told_by: int | None = None) -> list[Effect]:
-        """The context was left here, or another worker says that it was released."""
+        """The context was left here, or another worker sent its release."""
         effects: list[Effect] = []
         contacts = self._contacts.get(context_id)
         if contacts is not None:
@@ -126,7 +126,7 @@ class ContextLifetimes:
         self._unacknowledged.pop((worker, context_id), None)
 
     def lost(self, worker: int) -> list[Effect]:
-        """The worker is gone: so are the contexts it made, and nobody there needs a release."""
+        """The worker is gone, with the contexts it made; it needs no release."""
         self._lost.add(worker)
         for key in [key for key in self._unacknowledged if key[0] == worker]:
             del self._unacknowledged[key]
@@ -139,7 +139,7 @@ class ContextLifetimes:
         return effects
 
     def held(self, context_id: int, worker: int) -> list[Effect]:
-        """Another worker says that the context lives there."""
+        """The context lives on another worker."""
         is_mine = worker_of(context_id) == self._worker
         if context_id in self._contacts:
             self._contacts[context_id].add(worker)
@@ -148,7 +148,7 @@ class ContextLifetimes:
         return self._tell((worker,), context_id) if is_mine else []
 
     def retry(self) -> list[Effect]:
-        """A while has passed: what was sent before it and is not acknowledged is sent again."""
+        """Repeats what was sent before the last `retry` and is not acknowledged."""
         due = [key for key, is_due in self._unacknowledged.items() if is_due]
         self._unacknowledged = dict.fromkeys(self._unacknowledged, True)
         effects: list[Effect] = [TellReleased(worker, context_id) for worker, context_id in due]

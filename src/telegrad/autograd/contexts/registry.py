@@ -1,13 +1,13 @@
 """The contexts of one worker: made, entered, recorded into, released.
 
-This is the `Recorder` that the agent calls for each message. The rules of who keeps a context and
-for how long are those of `context_lifetime`; here they are carried out.
+This is the `Recorder` that the agent calls for each message. It carries out what `lifetime` decides
+about which workers keep a context.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -48,20 +48,17 @@ class ContextRegistry:
     """All contexts that live on one worker.
 
     Args:
-        messenger: the agent; None for a worker that has none, whose contexts are local.
-        on_freed: called with each context that ends, however it ends.
-        first_id: where the ids that are made here begin.
+        messenger: the agent; None for a worker without one, whose contexts are local.
+        first_id: the first of the ids made here.
     """
 
     def __init__(
         self,
         worker_id: int,
         messenger: Messenger | None,
-        on_freed: Callable[[DistAutogradContext], None],
         first_id: int = 0,
     ) -> None:
         self._messenger = messenger
-        self._on_freed = on_freed
         self._context_ids = WorkerCounter(worker_id, first_id)
         self._message_ids = WorkerCounter(worker_id, first_id)
         self._contexts: dict[int, DistAutogradContext] = {}
@@ -69,9 +66,7 @@ class ContextRegistry:
         self._lifetimes_lock = threading.RLock()  # guards the two above
         self._is_retry_planned = False
         self._is_closed = False
-        self._timers: dict[str, Timer] = {}
-        # Nobody waits for these, and a message for each would take the peer's time from the next
-        # step of a training loop: they are gathered for a moment.
+        self._retry_timer: Timer | None = None
         self._releases = Gathered(
             messenger, Kind.CONTEXT_RELEASE, RELEASE_SECONDS, self._nothing_to_release
         )
@@ -79,13 +74,14 @@ class ContextRegistry:
             messenger, Kind.CONTEXT_RELEASED, ACKNOWLEDGE_SECONDS, _not_acknowledged
         )
         self._holdings = Gathered(messenger, Kind.CONTEXT_HELD, RELEASE_SECONDS, self._has_no_maker)
+        self._gathered = (self._releases, self._acknowledgements, self._holdings)
         if messenger is not None:
             messenger.handle(Kind.CONTEXT_HELD, self._holding_told)
             messenger.handle(Kind.CONTEXT_RELEASE, self._release_told)
             messenger.handle(Kind.CONTEXT_RELEASED, self._release_acknowledged)
             messenger.offer(Kind.CONTEXT_RELEASE, self._releases.take, self._are_light)
 
-    # What the public face asks
+    # For the public functions
 
     @property
     def max_id(self) -> int:
@@ -104,27 +100,26 @@ class ContextRegistry:
         current = self.current_context()
         if current != NO_CONTEXT:
             raise ContextError(
-                "this thread is already inside of a dist_autograd.context(): contexts cannot be "
+                "this thread is already inside a dist_autograd.context(): contexts cannot be "
                 "nested; leave that one first"
                 + torch_phrase(f"Already have an autograd context id for this thread: {current}")
             )
         context = DistAutogradContext(self._context_ids.next())
-        set_thread_context(context.id)  # first: what Ctrl-C leaves behind can be found by it
+        set_thread_context(context.id)  # first, so that it can be found after Ctrl-C
         with self._lifetimes_lock:
             self._lifetimes.began(context.id)
             self._contexts[context.id] = context
         return context
 
     def retrieve(self, context_id: int) -> DistAutogradContext:
-        """Raises ContextError if there is no such context here, TypeError if it is no id."""
+        """Raises ContextError if there is no such context here, TypeError if it is not an id."""
         context = self._contexts.get(context_id) if isinstance(context_id, int) else None
         if context is None:
             phrase = torch_phrase(f"Could not find autograd context with id: {context_id}")
             check_context_id(context_id, phrase)
             raise ContextError(
                 f"there is no autograd context {context_id} on this worker: it was never made, or "
-                "it was released. Is this inside of its `with dist_autograd.context()` block?"
-                + phrase
+                "it was released. Is this inside its `with dist_autograd.context()` block?" + phrase
             )
         return context
 
@@ -132,11 +127,11 @@ class ContextRegistry:
         return self._contexts.get(context_id)
 
     def current(self) -> DistAutogradContext:
-        """Raises ContextError if this thread has none."""
+        """Raises ContextError if this thread is in none."""
         context_id = thread_context()
         if context_id == NO_CONTEXT:
             raise ContextError(
-                "this thread is not inside of an autograd context: make one by `with "
+                "this thread is not inside an autograd context: make one by `with "
                 "dist_autograd.context() as context_id:`, or join that of another thread by "
                 "dist_autograd.join_context(context_id)"
                 + torch_phrase("Current thread doesn't have a valid autograd context")
@@ -158,7 +153,7 @@ class ContextRegistry:
         except BaseException:  # Ctrl-C, say
             self._release(context_id)
             self._free(context_id)
-            self._plan_retry()  # it tells those who have not been told
+            self._plan_retry()  # sends the releases that were not sent
             raise
 
     def _release(self, context_id: int) -> None:
@@ -167,25 +162,25 @@ class ContextRegistry:
         self._carry_out(effects)
 
     def close(self) -> None:
-        """The agent is shutting down: drops all contexts here, tells nobody, ends their passes."""
+        """The agent is shutting down: drops all contexts without telling others, and ends their
+        passes."""
         self._is_closed = True
-        for timer in tuple(self._timers.values()):
-            timer.cancel()
-        self._releases.close()
-        self._acknowledgements.close()
-        self._holdings.close()
+        if self._retry_timer is not None:
+            self._retry_timer.cancel()
+        for gathered in self._gathered:
+            gathered.close()
         with self._lifetimes_lock:
             contexts = list(self._contexts.values())
             self._contexts.clear()
         for context in contexts:
-            self._on_freed(context)
+            self._freed(context)
 
-    def worker_lost(self, worker: int) -> None:
+    def _forget_worker(self, worker: int) -> None:
         with self._lifetimes_lock:
             effects = self._lifetimes.lost(worker)
         self._carry_out(effects)
 
-    # What the agent asks: `Recorder`
+    # For the agent: `Recorder`
 
     def current_context(self) -> int:
         """The context of this thread if it lives on this worker, else `NO_CONTEXT`."""
@@ -193,8 +188,8 @@ class ContextRegistry:
         return context_id if context_id in self._contexts else NO_CONTEXT
 
     def enter(self, context_id: int) -> EnteredContext:
-        """Makes the context current on this thread while a call of its runs here. One that was
-        released is not entered: the call runs, and records nothing."""
+        """Makes the context current on this thread while one of its calls runs here. If it was
+        released, the call runs without a context and records nothing."""
         if context_id not in self._contexts and context_id != NO_CONTEXT:
             with self._lifetimes_lock:
                 if self._lifetimes.is_released(context_id):
@@ -219,7 +214,7 @@ class ContextRegistry:
         if sent is not None and not sent.is_of_leaves:
             try:
                 look_ahead(sent)
-            except Exception:  # noqa: BLE001 - the pass meets it as well, and somebody waits for that
+            except Exception:  # noqa: BLE001 - the pass will meet it and report it
                 return
 
     def record_receive(
@@ -265,7 +260,7 @@ class ContextRegistry:
         self._carry_out(effects)
 
     def _are_light(self, message: bytes) -> bool:
-        """Whether there is no hurry to free these contexts."""
+        """Whether freeing these contexts can wait."""
         for context_id in ids_in(message):
             context = self._contexts.get(context_id)
             if context is not None and not context.is_light():
@@ -286,8 +281,8 @@ class ContextRegistry:
         self._carry_out(effects)
 
     def _has_no_maker(self, worker: int, context_ids: Sequence[int]) -> None:
-        """The worker that made them is gone, and was before they came here."""
-        self.worker_lost(worker)
+        """The worker that made the contexts was gone before they came here."""
+        self._forget_worker(worker)
 
     def _carry_out(self, effects: Sequence[Effect]) -> None:
         for effect in effects:
@@ -306,16 +301,18 @@ class ContextRegistry:
     def _free(self, context_id: int) -> None:
         context = self._contexts.pop(context_id, None)
         if context is not None:
-            self._on_freed(context)
+            self._freed(context)
+
+    def _freed(self, context: DistAutogradContext) -> None:
+        """A context has ended; called once for each, however it ends."""
 
     def send_gathered(self) -> None:
-        """Sends what is gathered without waiting for its time."""
-        self._releases.send()
-        self._acknowledgements.send()
-        self._holdings.send()
+        """Sends now what is collected for later."""
+        for gathered in self._gathered:
+            gathered.send()
 
     def _nothing_to_release(self, worker: int, context_ids: Sequence[int]) -> None:
-        """The worker has freed them, or is gone."""
+        """The worker has freed the contexts, or is gone."""
         with self._lifetimes_lock:
             for context_id in context_ids:
                 self._lifetimes.acknowledged(context_id, worker)
@@ -327,11 +324,8 @@ class ContextRegistry:
             if self._is_retry_planned or not self._lifetimes.has_unacknowledged:
                 return
             self._is_retry_planned = True
-        self._plan("retry", RETRY_SECONDS, self._retry)
-
-    def _plan(self, name: str, seconds: float, work: Callable[[], None]) -> None:
         if self._messenger is not None and not self._is_closed:
-            self._timers[name] = self._messenger.call_later(seconds, work)
+            self._retry_timer = self._messenger.call_later(RETRY_SECONDS, self._retry)
 
     def _retry(self) -> None:
         with self._lifetimes_lock:
@@ -343,4 +337,4 @@ class ContextRegistry:
 
 
 def _not_acknowledged(worker: int, context_ids: Sequence[int]) -> None:
-    """The worker is gone, or this one is shutting down: it will ask again if it lives."""
+    """The worker is gone, or this one is shutting down. If it lives, it repeats the release."""

@@ -1,9 +1,9 @@
-"""Results that a worker computed with gradients, and returned outside of any context.
+"""Results that a worker computed with gradients and returned outside any context.
 
-Such a result arrives as a leaf: nothing leads from it to the worker that computed it. As with
-torch's RPC that is allowed, since a program may only want the numbers. But if a backward pass
-reaches it, the worker's parameters get no gradient, and the program trains less than it seems to.
-So it warns.
+Such a result arrives as a leaf, without a path to the worker that computed it. As with torch's RPC
+that is allowed, since a program may only want the numbers. But if a backward pass reaches it, the
+worker's parameters get no gradient, and the program trains fewer parameters than it seems to. So
+a backward pass that reaches one warns.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ def as_marked_leaf(tensor: torch.Tensor, worker: str) -> torch.Tensor:
 
 
 class _Warning:
-    """A hook. Python's filters decide how often it is shown: by default once for each line that
-    runs such a pass."""
+    """A hook that warns. By default Python shows the warning once per line that runs such a
+    pass."""
 
-    __torch_unserializable__ = True  # torch.save need not say that it leaves the hook out
+    __torch_unserializable__ = True  # torch.save leaves the hook out without a warning
 
     def __init__(self, worker: str) -> None:
         self._worker = worker
 
     def __call__(self, gradient: torch.Tensor) -> None:
         warnings.warn(
-            f"a gradient stops at a tensor that worker {self._worker!r} returned outside of a "
+            f"a gradient stops at a tensor that worker {self._worker!r} returned outside a "
             f"dist_autograd.context(): parameters on {self._worker!r} get none from it. Make the "
-            "call inside of the context; another thread joins it by "
+            "call inside the context; another thread joins it by "
             "dist_autograd.join_context(context_id)",
             UserWarning,
             stacklevel=_level_of_program(),
@@ -44,12 +44,12 @@ class _Warning:
 
 
 def _level_of_program() -> int:
-    """How far up the stack the program's own line is, as `warnings.warn` counts for the caller."""
+    """The `stacklevel` of the program's own line, as the caller passes it to `warnings.warn`."""
     level = 1
     frame = sys._getframe(1)
     while frame.f_globals.get("__name__", "").startswith(("telegrad.", "torch.")):
         if frame.f_back is None:
-            return 1  # a worker's own thread: there is none
+            return 1  # a thread of the worker's own: no program line
         frame = frame.f_back
         level += 1
     return level

@@ -1,49 +1,36 @@
-"""The runtime of backward passes on one worker: it carries out what the pass protocol says.
+"""The runtime of backward passes on one worker: it runs the waves, and sends what leaves them.
 
-Whoever brings something for a pass leaves it in the context's queue; if no wave of that context
-runs, the same thread runs it and sends what comes out, and goes on until the queue is empty. So
-there is no thread hop between a message and its wave, no thread is parked while others work, and a
-deep chain of calls uses one thread at a time. Waves of different contexts run side by side.
+What arrives for a pass goes into its context's queue. If no wave of that context runs, the same
+thread runs it, sends what leaves it, and goes on until the queue is empty. So no other thread has
+to be woken between a message and its wave, no thread waits while others work, and a deep chain of
+calls uses one thread at a time. Waves of different contexts run side by side.
 
-`backward` runs the first wave itself and then waits. The last message of a wave that runs on its
-thread is a conversation: what the other worker sends back comes right there, and no other thread
-has to be woken for it. Its wait ends when the pass is complete, when
-a wave failed anywhere, when a worker of the context is lost, or when the context is released. While
-a profiler watches its thread it also runs the later waves of this worker there, where the profiler
-sees them.
-
-How a pass ends well is told in `completion`, how it fails in `failures`.
+`backward` runs the first wave itself and then waits. The last message of a wave on its thread is a
+conversation: the other worker's answer comes back on the same lane, to this thread. The wait ends
+when the pass is complete, when a wave failed anywhere, when a worker of the context is lost, or
+when the context is released. While a profiler watches its thread, the later waves of this worker
+run there too, so that the profiler sees them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
-from torch._C._autograd import _profiler_enabled
 
 from telegrad.autograd.contexts.context import DistAutogradContext, Gradients
-from telegrad.autograd.contexts.registry import ContextRegistry
 from telegrad.autograd.local.waves import Outgoing
-from telegrad.autograd.passes.completion import Completion
-from telegrad.autograd.passes.failures import Failure, PassFailures
-from telegrad.autograd.passes.live_pass import (
-    Arrival,
-    LivePass,
-    check_roots,
-)
-from telegrad.autograd.passes.messages import GradientMessage
-from telegrad.autograd.passes.protocol import (
-    Credit,
-    PassControl,
-    Standing,
-)
-from telegrad.drop_in import torch_phrase
+from telegrad.autograd.passes.live_pass import Arrival, LivePass, OwnPass
+from telegrad.autograd.passes.messages import Failure, GradientMessage
+from telegrad.autograd.passes.protocol import Credit, Reports, Standing
+from telegrad.autograd.passes.registry import PassRegistry
+from telegrad.autograd.passes.roots import check_roots
 from telegrad.errors import BackwardError, TelegradError, WorkerLost
-from telegrad.ids import WorkerCounter, worker_of
-from telegrad.rpc.connections.conversation import Interruption
+from telegrad.ids import WorkerCounter
 from telegrad.rpc.seams import Messenger
 from telegrad.threads import heed_num_threads
 from telegrad.wire.codec import Packet
@@ -53,18 +40,18 @@ __all__ = ["AutogradEngine"]
 
 
 _Parcel: TypeAlias = tuple[int, Packet]
-"""A gradient message, ready to be sent, and to whom."""
+"""A worker, and a gradient message for it."""
 
 
-class AutogradEngine(ContextRegistry):
+class AutogradEngine(PassRegistry):
     """Distributed autograd on one worker; also the `Recorder` of its agent.
 
     Args:
-        messenger: the agent, before it starts: handlers are registered here. None for a worker
+        messenger: the agent, before it starts: its handlers are registered here. None for a worker
             without one, on which contexts and passes are local.
         worker_id: this worker's id, if there is no agent to ask.
-        first_id: where the ids that are made here begin. A worker that may have had a predecessor
-            under its id must not use those of its predecessor again.
+        first_id: the first of the ids made here. A worker must not reuse the ids of a predecessor
+            with the same worker id.
     """
 
     def __init__(
@@ -74,29 +61,24 @@ class AutogradEngine(ContextRegistry):
             worker_id = messenger.worker_id
         if worker_id is None:
             raise ValueError("an engine without an agent needs a worker id")
-        self._failures = PassFailures(worker_id, messenger, self, first_id)
-        super().__init__(worker_id, messenger, self._failures.context_freed, first_id)
-        self.worker_id = worker_id
+        super().__init__(worker_id, messenger, first_id)
         self._pass_ids = WorkerCounter(worker_id, first_id)
-        self._completion = Completion(
-            worker_id, messenger, self, self._failures, self._live_pass, self._bring
-        )
         self._handlers: dict[Kind, Callable[[int, Any], Any]] = {
             Kind.GRADIENTS: self._gradients_arrived,
-            Kind.PASS_ANSWER: self._completion.credit_returned,
-            Kind.PASS_GATHER: self._completion.reachability_asked,
-            Kind.PASS_REACHABILITY: self._completion.reachability_told,
-            Kind.PASS_STRIKE: self._completion.struck_off,
-            Kind.PASS_END: self._completion.pass_ended,
-            Kind.PASS_ABORT: self._failures.told,
+            Kind.PASS_ANSWER: self._credit_returned,
+            Kind.PASS_GATHER: self._reachability_asked,
+            Kind.PASS_REACHABILITY: self._reachability_told,
+            Kind.PASS_STRIKE: self._struck_off,
+            Kind.PASS_END: self._pass_ended,
+            Kind.PASS_ABORT: self._failure_told,
         }
         if messenger is not None:
             for kind, handler in self._handlers.items():
                 rescue = self._gradients_unreadable if kind is Kind.GRADIENTS else None
                 messenger.handle(kind, handler, rescue)
-            messenger.watch_losses(self._failures.worker_lost)
+            messenger.watch_losses(self._worker_lost)
 
-    # What users ask
+    # For the public functions
 
     def backward(
         self,
@@ -111,23 +93,18 @@ class AutogradEngine(ContextRegistry):
         context = self.retrieve(context_id)
         if context.runner == threading.get_ident():
             raise BackwardError(
-                f"backward of context {context_id} was called inside of a backward pass of the "
-                "same context, by a hook: call it when that one is over, or in a context of its own"
+                f"backward of context {context_id} was called inside a backward pass of the "
+                "same context, by a hook: call it when that pass is over, or in its own context"
             )
         context.note_roots(roots)
-        live = LivePass(
+        live = OwnPass(
             self._pass_ids.next(),
             context,
             self.worker_id,
             retain_graph=retain_graph or create_graph,
             create_graph=create_graph,
-            control=PassControl(),
         )
-        if _profiler_enabled():
-            live.is_driven_by_caller = True
-            with torch.profiler.record_function("torch::distributed::autograd::backward"):
-                self._run_to_the_end(live, roots)
-        else:
+        with _profiled(live.is_driven_by_caller, "torch::distributed::autograd::backward"):
             self._run_to_the_end(live, roots)
 
     def get_gradients(self, context_id: int) -> dict[torch.Tensor, torch.Tensor]:
@@ -141,34 +118,30 @@ class AutogradEngine(ContextRegistry):
             "num_autograd_contexts": len(contexts),
         }
 
-    def _run_to_the_end(self, live: LivePass, roots: Sequence[torch.Tensor]) -> None:
+    def _run_to_the_end(self, live: OwnPass, roots: Sequence[torch.Tensor]) -> None:
         context = live.context
         with context.lock:
             if context.is_released:
                 self.retrieve(context.id)
             context.passes[live.id] = live
-        live.caller_thread = threading.get_ident()
-        if self._messenger is not None:
-            live.interruption = Interruption()
         try:
-            self._bring(context, Arrival(live, 1, {}, roots))
+            self._bring(Arrival(live, 1, {}, roots))
             while not live.is_over:
                 context.wait_until(
-                    lambda: live.is_over or (live.is_driven_by_caller and context.work)
+                    lambda: live.is_over or (live.is_driven_by_caller and _next_pass(context))
                 )
-                if not live.is_over:
-                    self._run_what_is_left(context)
-        finally:
-            if not live.is_over:  # interrupted
-                self._failures.fail(
-                    live, Failure("raised", self.worker_id, "backward was interrupted")
-                )
+                self._run(context)
+        except BaseException:  # such as Ctrl-C
+            if not live.is_over:
+                text = "backward was interrupted"
+                self._fail(live, Failure("raised", self.worker_id, text))
             self._stop_running(context)
-            if live.interruption is not None:
-                live.interruption.close()
+            raise
+        finally:
+            live.interruption.close()
         if live.error is not None:
-            # The traceback of what is raised leads to this frame. If that led back to the error,
-            # all variables of the caller would stay until a garbage collection.
+            # The error's traceback refers to this frame. If the frame referred to the error, all
+            # variables of the caller would stay alive until a garbage collection.
             error, live.error = live.error, None
             try:
                 raise error
@@ -177,141 +150,120 @@ class AutogradEngine(ContextRegistry):
 
     # Waves
 
-    def _bring(self, context: DistAutogradContext, arrival: Arrival) -> None:
-        """Hands something to its pass: runs it, or leaves it to the thread that runs already."""
+    def _bring(self, arrival: Arrival) -> None:
+        """Queues what has arrived, and runs it unless another thread will."""
+        context = arrival.into.context
         with context.lock:
-            is_for_caller = arrival.into.is_driven_by_caller and not arrival.roots
-            if context.runner is not None or is_for_caller:
-                context.work.append(arrival)
+            context.work.append(arrival)
+            if not _may_run_here(arrival.into):
                 context.notify()
-                return
-            context.batch = [arrival]
-            context.runner = threading.get_ident()
-        self._run(context)
-
-    def _run_what_is_left(self, context: DistAutogradContext) -> None:
-        heed_num_threads()
-        with context.lock:
-            if context.runner is not None or not context.work:
-                return
-            _take_batch(context)
-            context.runner = threading.get_ident()
         self._run(context)
 
     def _run(self, context: DistAutogradContext) -> None:
-        """Runs the context's batch, and then what others have left meanwhile. This thread is the
-        context's runner."""
-        while True:
-            batch = context.batch
-            into = batch[0].into
+        """Runs what is queued, unless another thread does or has to."""
+        while self._take_batch(context):
+            live = context.batch[0].into
             try:
-                last = self._advance(into, batch)
-            except BaseException as error:  # Ctrl-C, say: it may be another thread's pass
-                self._failures.fail(into, Failure.raised(self.worker_id, error))
+                last = self._run_batch(live, context.batch)
+            except BaseException as error:  # such as Ctrl-C, maybe during a pass of another thread
+                self._fail(live, Failure.raised(self.worker_id, error))
                 self._stop_running(context)
                 raise
+            self._release_batch(context)
             if last is not None:
-                with context.lock:  # others may go on while this thread waits
-                    context.runner = None
-                    context.batch = ()
-                came = self._converse(into, last)
+                came = self._converse(live, last)  # meanwhile another thread may run
                 with context.lock:
-                    if len(came) == 1 and not context.work and context.runner is None:
-                        context.batch = came  # as it mostly is
-                    else:
-                        if came:
-                            context.work.extend(came)
-                            context.notify()
-                        if context.runner is not None or not context.work:
-                            return
-                        _take_batch(context)
-                    context.runner = threading.get_ident()
-            else:
-                if self._messenger is not None:
-                    # What comes next is not for the worker that may be waiting for this one.
-                    self._messenger.end_conversation()
-                with context.lock:
-                    if not context.work:
-                        context.runner = None
-                        context.batch = ()
-                        return
-                    _take_batch(context)
+                    context.work.extend(came)
+            elif self._messenger is not None:
+                # What comes next is not for the worker that may be waiting for this one.
+                self._messenger.end_conversation()
+
+    def _take_batch(self, context: DistAutogradContext) -> bool:
+        """Makes this thread the runner of what is queued for one pass; False if it may not be."""
+        with context.lock:
+            into = _next_pass(context)
+            if into is None:
+                return False
+            context.batch = [arrival for arrival in context.work if arrival.into is into]
+            context.runner = threading.get_ident()
+            context.work = deque(other for other in context.work if other.into is not into)
+        return True
+
+    def _release_batch(self, context: DistAutogradContext) -> None:
+        with context.lock:
+            context.runner = None
+            context.batch = ()
+            if context.work:
+                context.notify()
 
     def _stop_running(self, context: DistAutogradContext) -> None:
-        """After Ctrl-C: this thread, if it is the context's runner, leaves the rest to another. A
-        batch that it has not run fails its pass."""
-        if context.runner != threading.get_ident():
-            return
-        with context.lock:
-            batch, context.batch = context.batch, ()
-            context.runner = None
-            is_left = bool(context.work)
-        self._failures.fail(
-            batch[0].into,
-            Failure("raised", self.worker_id, "the thread that ran it was interrupted"),
-        )
-        if is_left:
-            threading.Thread(target=self._run_what_is_left, args=(context,), daemon=True).start()
+        """This thread was interrupted. If it was the runner, the pass of its batch fails. Another
+        thread runs what is left."""
+        if context.runner == threading.get_ident():
+            text = "the thread that ran it was interrupted"
+            self._fail(context.batch[0].into, Failure("raised", self.worker_id, text))
+            self._release_batch(context)
+        if context.work and context.runner is None:
+            threading.Thread(target=self._run_rest, args=(context,), daemon=True).start()
 
-    def _advance(self, live: LivePass, batch: Sequence[Arrival]) -> _Parcel | None:
-        """One wave over what has come, and what it sends; all but a message that is returned, for
-        a conversation."""
+    def _run_rest(self, context: DistAutogradContext) -> None:
+        heed_num_threads()
+        self._run(context)
+
+    def _run_batch(self, live: LivePass, batch: Sequence[Arrival]) -> _Parcel | None:
+        """Runs one wave over what has arrived, and sends what leaves it. Returns the last message
+        instead, if it is for a conversation."""
         context = live.context
         if live.id in context.ended or context.is_released:
             return None
+        is_first = isinstance(live, OwnPass) and bool(batch[0].roots)
+        is_profiled = isinstance(live, OwnPass) and live.is_driven_by_caller and not is_first
+        name = "torch::distributed::autograd::SendRpcBackward"
         try:
-            if live.create_graph:
-                with torch.enable_grad():
-                    outgoing = self._wave(live, batch)
-            elif live.is_driven_by_caller and not batch[0].roots:
-                with torch.profiler.record_function(
-                    "torch::distributed::autograd::SendRpcBackward"
-                ):
-                    outgoing = self._wave(live, batch)
-            else:
+            with _profiled(is_profiled, name), _grad_enabled(live.create_graph):
                 outgoing = self._wave(live, batch)
-        except Exception as error:  # noqa: BLE001  whatever user code raised ends the pass
-            is_first = live.control is not None and bool(batch[0].roots)
-            self._failures.fail(
-                live, Failure.raised(self.worker_id, error), original=error if is_first else None
-            )
+        except Exception as error:  # noqa: BLE001  an error of the program ends the pass
+            failure = Failure.raised(self.worker_id, error)
+            self._fail(live, failure, original=error if is_first else None)
             return None
-        standing = live.local.standing
-        if live.control is None and standing is Standing.CLOSED:
+        standing = live.standing
+        if standing is Standing.CLOSED and not isinstance(live, OwnPass):
             with context.lock:
                 context.passes.pop(live.id, None)
-        packed: list[_Parcel] = []
-        if len(outgoing) < 2:
-            credit, reports = live.share.give_up(standing)
-            if not outgoing:
-                self._completion.return_credit(live, credit, reports)
-                return None
-            last = self._pack(live, outgoing[0], credit, reports)
+        if not outgoing:
+            self._return_credit(live, *live.share.give_up(standing))
+            return None
+        if len(outgoing) == 1:
+            loads = [live.share.give_up(standing)]
         else:
-            parcels = live.share.split(len(outgoing), standing)
-            for (credit, reports), message in zip(parcels, outgoing, strict=True):
-                packed.append(self._pack(live, message, credit, reports))
-            last = packed.pop()
-        for parcel in packed:
+            loads = live.share.split(len(outgoing), standing)
+        parcels = [
+            self._pack(live, message, credit, reports)
+            for message, (credit, reports) in zip(outgoing, loads, strict=True)
+        ]
+        last = None
+        if (
+            isinstance(live, OwnPass)
+            and live.caller_thread == threading.get_ident()
+            and parcels[-1][0] != self.worker_id
+        ):
+            last = parcels.pop()
+        for parcel in parcels:
             if not self._send(live, parcel):
                 return None
-        if live.caller_thread == threading.get_ident() and last[0] != self.worker_id:
-            return last
-        self._send(live, last)
-        return None
+        return last
 
     def _wave(self, live: LivePass, batch: Sequence[Arrival]) -> list[Outgoing]:
-        """Takes in what has come and runs all that can run now; returns what is to be sent."""
-        local, share = live.local, live.share
+        """Takes in what has arrived and runs all that can run; returns what leaves the worker."""
         for arrival in batch:
-            share.take(arrival.credit, arrival.reports)
+            live.share.take(arrival.credit, arrival.reports)
             if arrival.gradients is not None:
-                local.arrive(arrival.message_id, arrival.gradients)
+                live.arrive(arrival.message_id, arrival.gradients)
             elif arrival.roots:
-                local.enter_roots(arrival.roots)
+                live.enter_roots(arrival.roots)
             elif arrival.live is not None:
-                local.strike_off_all_but(arrival.live)
-        outgoing, found = local.run()
+                live.strike_off_all_but(arrival.live)
+        outgoing, found = live.run()
         for received, _ in outgoing:
             if received.message_id not in live.context.recvs:
                 raise BackwardError(
@@ -322,7 +274,11 @@ class AutogradEngine(ContextRegistry):
             live.context.add_gradients(found, create_graph=live.create_graph)
         return outgoing
 
-    def _pack(self, live: LivePass, outgoing: Outgoing, credit: Credit, reports: Any) -> _Parcel:
+    # Messages
+
+    def _pack(
+        self, live: LivePass, outgoing: Outgoing, credit: Credit, reports: Reports
+    ) -> _Parcel:
         received, gradients = outgoing
         to = received.source
         history: tuple[int, tuple[int, ...]] = (-1, ())
@@ -345,7 +301,7 @@ class AutogradEngine(ContextRegistry):
         ).pack()
 
     def _send(self, live: LivePass, parcel: _Parcel) -> bool:
-        """False if it could not be sent, which ends the pass."""
+        """Returns whether it could be sent; if not, the pass fails."""
         to, packet = parcel
         try:
             if to == self.worker_id:
@@ -359,52 +315,51 @@ class AutogradEngine(ContextRegistry):
         return True
 
     def _converse(self, live: LivePass, parcel: _Parcel) -> list[Arrival]:
-        """Sends a message and returns what it brings back for this context.
+        """Sends a message and returns what comes back for this context.
 
-        The wait ends when the other worker's wave has, when that worker is lost, or when the pass
-        is over for another reason: `LivePass.finish` interrupts it then.
+        The wait ends with the other worker's wave, with the loss of that worker, or with the pass:
+        `OwnPass.finish` interrupts it.
         """
         assert self._messenger is not None
-        assert live.interruption is not None
+        assert isinstance(live, OwnPass)
         to, packet = parcel
         try:
             came = self._messenger.converse(
-                to, Kind.GRADIENTS, packet, live.interruption, live.local.foresee
+                to, Kind.GRADIENTS, packet, live.interruption, live.foresee
             )
         except TelegradError as error:
             self._fail_to_send(live, to, error)
             return []
         arrivals: list[Arrival] = []
         for kind, body in came:
-            if kind is Kind.GRADIENTS:
-                arrival = self._arrival(to, body)
-                if arrival is None:
-                    continue
-                if arrival.into.context is live.context:
-                    arrivals.append(arrival)
-                else:
-                    self._bring(arrival.into.context, arrival)
-            else:
+            if kind is not Kind.GRADIENTS:
                 self._handlers[kind](to, body)
+                continue
+            arrival = self._arrival(to, body)
+            if arrival is None:
+                continue
+            if arrival.into.context is live.context:
+                arrivals.append(arrival)
+            else:
+                self._bring(arrival)
         return arrivals
 
     def _fail_to_send(self, live: LivePass, to: int, error: TelegradError) -> None:
         worker = to if isinstance(error, WorkerLost) else self.worker_id
-        self._failures.fail(live, Failure.raised(worker, error))
+        self._fail(live, Failure.raised(worker, error))
 
     def _gradients_arrived(self, source: int, packet: Packet) -> None:
         arrival = self._arrival(source, packet)
         if arrival is not None:
-            self._bring(arrival.into.context, arrival)
+            self._bring(arrival)
 
     def _gradients_unreadable(
         self, source: int, payload: bytes | memoryview, error: Exception
     ) -> None:
         context_id, pass_id = GradientMessage.pass_of(payload)
-        failure = Failure.raised(self.worker_id, error)
         live = self._live_pass(context_id, pass_id, False, False)
         if live is not None:
-            self._failures.fail(live, failure)
+            self._fail(live, Failure.raised(self.worker_id, error))
 
     def _arrival(self, source: int, packet: Packet) -> Arrival | None:
         """What gradients bring to a pass; None if it is over here."""
@@ -415,66 +370,39 @@ class AutogradEngine(ContextRegistry):
         if live is None:
             return None
         message_id, gradients = message.message_id, message.gradients
-        if message_id not in live.local.sends:
-            self._failures.fail(
-                live,
-                Failure("raised", self.worker_id, f"no message {message_id} was sent from here"),
-            )
+        if message_id not in live.sends:
+            text = f"no message {message_id} was sent from here"
+            self._fail(live, Failure("raised", self.worker_id, text))
             return None
         if message.create_graph:
-            gradient_message_id, recorded = message.history
-            present = [_present(gradients[i]) for i in recorded]
-            with_history = self.record_receive(
-                message.context_id, gradient_message_id, source, present
-            )
+            recorded_id, recorded = message.history
+            present = [gradient for i in recorded if (gradient := gradients[i]) is not None]
+            with_history = self.record_receive(message.context_id, recorded_id, source, present)
             for i, gradient in zip(recorded, with_history, strict=True):
                 gradients[i] = gradient
         return Arrival(live, message.credit, message.reports, (), message_id, gradients)
 
-    def _live_pass(
-        self, context_id: int, pass_id: int, retain_graph: bool, create_graph: bool
-    ) -> LivePass | None:
-        """The pass as it lives here, made now if need be; None if it, or its context, is over."""
-        context = self._contexts.get(context_id)
-        if context is None:
-            self._failures.tell(
-                worker_of(pass_id),
-                context_id,
-                pass_id,
-                Failure(
-                    "released",
-                    self.worker_id,
-                    f"the autograd context {context_id} was released on worker {self.worker_id} "
-                    "during the backward pass"
-                    + torch_phrase(f"Could not find autograd context with id: {context_id}"),
-                ),
-            )
-            return None
-        with context.lock:
-            if pass_id in context.ended or context.is_released:
-                return None
-            live = context.passes.get(pass_id)
-            if live is None:
-                live = context.passes[pass_id] = LivePass(
-                    pass_id,
-                    context,
-                    self.worker_id,
-                    retain_graph=retain_graph,
-                    create_graph=create_graph,
-                )
-            return live
+
+def _may_run_here(live: LivePass) -> bool:
+    """Whether this thread may run the waves of a pass."""
+    if isinstance(live, OwnPass) and live.is_driven_by_caller:
+        return live.caller_thread == threading.get_ident()
+    return True
 
 
-def _take_batch(context: DistAutogradContext) -> None:
-    """Takes all that is left for the first pass in the queue. Call it with the lock held."""
-    work = context.work
-    into = work[0].into
-    context.batch = [arrival for arrival in work if arrival.into is into]
-    others = [arrival for arrival in work if arrival.into is not into]
-    work.clear()
-    work.extend(others)
+def _next_pass(context: DistAutogradContext) -> LivePass | None:
+    """The pass that this thread may run next, if any. Call it with the lock held."""
+    if context.runner is None:
+        for arrival in context.work:
+            if _may_run_here(arrival.into):
+                return arrival.into
+    return None
 
 
-def _present(gradient: torch.Tensor | None) -> torch.Tensor:
-    assert gradient is not None  # chosen by the caller for being there
-    return gradient
+def _profiled(is_on: bool, name: str) -> contextlib.AbstractContextManager[Any]:
+    """Gives the block a name in the profile of this thread, if there is one."""
+    return torch.profiler.record_function(name) if is_on else contextlib.nullcontext()
+
+
+def _grad_enabled(is_on: bool) -> contextlib.AbstractContextManager[Any]:
+    return torch.enable_grad() if is_on else contextlib.nullcontext()

@@ -1,30 +1,43 @@
-"""What a pass sends most, on the wire.
+"""What a pass sends: gradients, credit and failures.
 
-Two messages with gradients travel for every call that a pass goes back through, and one with credit
-wherever it ends, so they are written by hand: a fixed head, a report for each worker that has one
-to make, and the tensors as they are. What is seldom there (a part of the credit, the history of
-gradients that are to be differentiated again) follows as a pickle.
+Gradient messages are most of a pass's traffic, two for every call, so their layout is explicit: a
+fixed head, the reports of workers, and the tensors as they are. What is rare (a part of the credit,
+the history of gradients that are to be differentiated again) follows as a pickle.
 """
 
 from __future__ import annotations
 
 import pickle
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
 import torch
 
 from telegrad.autograd.passes.protocol import Credit, Reports, Standing
-from telegrad.errors import ProtocolError
+from telegrad.errors import (
+    BackwardError,
+    ContextError,
+    ProtocolError,
+    TelegradError,
+    WorkerLost,
+)
+from telegrad.rpc.calls.error_texts import text_of, traceback_of
 from telegrad.wire.allowed.allow_list import loads_data
 from telegrad.wire.codec import Packet, head_of_packet
 
-__all__ = ["CreditMessage", "GradientMessage"]
+__all__ = [
+    "Failure",
+    "GradientMessage",
+    "pack_credit",
+    "pack_reports",
+    "unpack_credit",
+    "unpack_reports",
+]
 
 _HEAD = struct.Struct("<QQQBHI")  # context, pass, message, flags, reports, gradients
-_CREDIT_HEAD = struct.Struct("<QQBH")  # context, pass, flags, reports
-_REPORT = struct.Struct("<HIB")  # worker, how many it has made, standing
+_REPORT = struct.Struct("<HIB")  # worker, number of its report, standing
 _STANDINGS = tuple(Standing)
 
 _DAMAGES = (
@@ -45,14 +58,14 @@ _MORE = 8  # credit and histories follow
 
 @dataclass(slots=True)
 class GradientMessage:
-    """The gradients of the tensors of a message, on their way back to who sent it.
+    """The gradients of the tensors of a message, on their way back to its sender.
 
     Attributes:
-        message_id: of the message whose tensors they belong to.
-        credit, reports: see `pass_protocol`.
+        message_id: the message whose tensors they belong to.
+        credit, reports: see `protocol`.
         gradients: one for each of those tensors that required grad, or None where there is none.
-        history: with `create_graph`, the id under which these gradients were recorded, and which of
-            them were.
+        history: with `create_graph`, the id under which these gradients were recorded, and the
+            positions of those that were.
     """
 
     context_id: int
@@ -87,8 +100,7 @@ class GradientMessage:
             tail.append(present.to_bytes((len(gradients) + 7) // 8, "little"))
         if self.credit != 1 or self.create_graph:
             flags |= _MORE
-            credit = (self.credit.numerator, self.credit.denominator)
-            tail.append(pickle.dumps((credit, self.history), 5))
+            tail.append(pickle.dumps((pack_credit(self.credit), self.history), 5))
         head = _HEAD.pack(
             self.context_id,
             self.pass_id,
@@ -101,7 +113,7 @@ class GradientMessage:
 
     @classmethod
     def unpack(cls, packet: Packet) -> GradientMessage:
-        """Takes the tensors out of the packet, so that nobody else refers to them.
+        """Takes the tensors out of the packet, so that no other reference to them remains.
 
         Raises:
             ProtocolError: it is damaged.
@@ -126,7 +138,7 @@ class GradientMessage:
             history: tuple[int, tuple[int, ...]] = (-1, ())
             if flags & _MORE:
                 parts, history = loads_data(head[position:])
-                credit = _credit_of(*parts)
+                credit = unpack_credit(parts)
         except _DAMAGES as error:
             raise ProtocolError(f"damaged gradient message: {error!r}") from error
         return cls(
@@ -143,10 +155,10 @@ class GradientMessage:
 
     @staticmethod
     def pass_of(payload: bytes | memoryview) -> tuple[int, int]:
-        """The ids of context and pass in a message that cannot be decoded as a whole.
+        """The ids of the context and the pass in a message that cannot be decoded as a whole.
 
         Raises:
-            ProtocolError: not even these can be read.
+            ProtocolError: even these cannot be read.
         """
         head = head_of_packet(payload)
         if len(head) < _HEAD.size:
@@ -155,50 +167,69 @@ class GradientMessage:
         return context_id, pass_id
 
 
-@dataclass(slots=True)
-class CreditMessage:
-    """The credit that comes home where a pass ends, with what it has gathered on its way."""
+@dataclass(frozen=True)
+class Failure:
+    """Why a pass ended, on its way to the caller of `backward`.
 
-    context_id: int
-    pass_id: int
-    credit: Credit
-    reports: Reports
+    Attributes:
+        kind: "raised", "lost" or "released".
+        worker: where it happened.
+        lost: the name of a lost worker.
+    """
 
-    def pack(self) -> bytes:
-        tail = [_REPORT.pack(worker, *report) for worker, report in self.reports.items()]
-        flags = 0
-        if self.credit != 1:
-            flags = _MORE
-            tail.append(pickle.dumps((self.credit.numerator, self.credit.denominator), 5))
-        head = _CREDIT_HEAD.pack(self.context_id, self.pass_id, flags, len(self.reports))
-        return b"".join((head, *tail))
+    kind: str
+    worker: int
+    text: str
+    traceback: str = ""
+    lost: str = ""
 
     @classmethod
-    def unpack(cls, body: bytes) -> CreditMessage:
-        """
-        Raises:
-            ProtocolError: it is damaged.
-        """
-        try:
-            context_id, pass_id, flags, n_reports = _CREDIT_HEAD.unpack_from(body)
-            reports, position = _reports_at(body, _CREDIT_HEAD.size, n_reports)
-            credit: Credit = 1
-            if flags & _MORE:
-                credit = _credit_of(*loads_data(body[position:]))
-        except _DAMAGES as error:
-            raise ProtocolError(f"damaged credit message: {error!r}") from error
-        return cls(context_id, pass_id, credit, reports)
+    def raised(cls, worker: int, error: BaseException) -> Failure:
+        if issubclass(type(error), WorkerLost):  # `__class__` may be a property that raises
+            return cls("lost", worker, str(error), lost=error.worker)  # type: ignore[attr-defined]
+        return cls("raised", worker, text_of(error) or type(error).__name__, traceback_of(error))
+
+    def pack(self) -> tuple[str, int, str, str, str]:
+        return (self.kind, self.worker, self.text, self.traceback, self.lost)
+
+    def error(self) -> TelegradError:
+        if self.kind == "lost":
+            return WorkerLost(
+                f"Error on Node {self.worker}: {self.text}",
+                worker=self.lost,
+                reason=self.text,
+            )
+        if self.kind == "released":
+            return ContextError(self.text)
+        return BackwardError(
+            f"Error on Node {self.worker}: {self.text}\n\nThere:\n{self.traceback}",
+            worker=self.worker,
+            traceback=self.traceback,
+        )
+
+
+def pack_credit(credit: Credit) -> tuple[int, int]:
+    return (credit.numerator, credit.denominator)
+
+
+def unpack_credit(packed: tuple[int, int]) -> Credit:
+    numerator, denominator = packed
+    return numerator if denominator == 1 else Fraction(numerator, denominator)
+
+
+def pack_reports(reports: Reports) -> dict[int, tuple[int, int]]:
+    return {worker: (n, int(standing)) for worker, (n, standing) in reports.items()}
+
+
+def unpack_reports(packed: Mapping[int, tuple[int, int]]) -> Reports:
+    return {worker: (n, Standing(standing)) for worker, (n, standing) in packed.items()}
 
 
 def _reports_at(data: bytes | memoryview, position: int, count: int) -> tuple[Reports, int]:
-    """So many reports, and where they end."""
+    """Reads so many reports; returns them and the position of their end."""
     reports: Reports = {}
     for _ in range(count):
         worker, n, standing = _REPORT.unpack_from(data, position)
         reports[worker] = (n, _STANDINGS[standing])
         position += _REPORT.size
     return reports, position
-
-
-def _credit_of(numerator: int, denominator: int) -> Credit:
-    return numerator if denominator == 1 else Fraction(numerator, denominator)

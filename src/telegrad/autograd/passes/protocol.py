@@ -1,38 +1,38 @@
 """How the workers of a backward pass know that it is over, and what to do if it gets stuck.
 
-**Credit.** A pass begins with a credit of 1 at its initiator. Whoever works on the pass holds some
-credit, and every message of it that makes somebody work carries some. A worker that has become
-idle keeps none: it has split what it held among the gradients it sent or, if it sent none,
-returned it to the initiator. So all the credit is back at an idle initiator exactly when nobody
-works and nothing is under way: the pass is *quiet*. Nothing is polled and nothing times out.
+**Credit.** A pass begins with a credit of 1 at its initiator. Each worker that works on the pass
+holds some credit, and each message that causes work carries some. A worker that becomes idle keeps
+none: it splits what it held among the gradients it sends or, if it sends none, returns it to the
+initiator. So all the credit is back at an idle initiator exactly when no worker works on the pass
+and no message is under way: the pass is *quiet*. Nothing is polled and nothing times out.
 
-This is Huang's and Mattern's credit recovery. It was preferred to Dijkstra and Scholten's tree of
-answers, because an answer there retraces the way of each gradient message, while here credit
-rides on gradients that go back anyway: a chain A→B→A→B→A needs its gradient messages and *nothing
-else*; only a worker whose wave sends no gradient on has to say so, once, straight to the initiator.
-Credit is an exact fraction; splitting it never runs out.
+This is the credit recovery of Huang and of Mattern. The alternative is Dijkstra and Scholten's tree
+of answers, in which an answer retraces the path of each gradient message. Here credit travels with
+gradients that go back anyway: a chain A→B→A→B→A needs its gradient messages and *nothing else*.
+Only a worker whose wave sends no gradients on reports so, once, directly to the initiator. Credit
+is an exact fraction, so it can be split without limit.
 
 **Standing.** At quiet, a worker may still be *waiting*: it holds gradients that cannot go on until
-some send function of its gets gradients, which will never come (a remote result that the loss does
-not use). To know that without asking, each worker reports its standing whenever it becomes idle;
-reports travel with the credit, so at quiet the initiator has the latest of all. Its own it has at
-hand. A worker that is *closed* (nothing can arrive there any more) forgets the pass at once by
-itself, and has nothing to report if it never was anything else; those that are *open* are told of
-the end. So a pass through one call, as most are, has no reports at all.
+one of its send functions gets gradients, which will never come (the loss does not use that remote
+result). So that the initiator knows, each worker reports its standing when it becomes idle; reports
+travel with the credit, so at quiet the initiator has the latest of all. A worker that is *closed*
+(nothing can arrive there any more) forgets the pass at once, and reports nothing if it has never
+been anything else; workers that are *open* are told of the end. So a pass through one call, the
+common case, has no reports.
 
-**Resolution.** If somebody waits at quiet, the initiator asks the workers for their local
-reachability: which received messages waiting gradients lead to, and which each awaited send leads
-to. A message that can be reached from a waiting gradient can still arrive, all others cannot. It
-follows the answers from worker to worker, also to those that had no part in the pass yet, then
-tells each which of its sends are *live*, with a share of the credit; the rest is struck off there.
-A worker that was asked keeps the pass until it is told of the end, even if it closes: a strike may
-be on its way to it, overtaken by the gradients that closed it. The distributed graph has no cycles,
-so some waiting gradient is behind no live send and goes on: each resolution makes progress, and the
-pass ends.
+**Resolution.** If a worker waits at quiet, the initiator asks the workers for their local
+reachability: which received messages their waiting gradients lead to, and which messages each
+awaited send leads to. A message that can be reached from a waiting gradient can still arrive; all
+others cannot. The initiator follows the answers from worker to worker, including workers that had
+no part in the pass yet. Then it tells each which of its sends are *live*, with a share of the
+credit, and the worker stops waiting for the rest. A worker that was asked keeps the pass until the
+initiator ends it, even if it closes: the gradients that close it may arrive before a strike. The
+distributed graph has no cycles, so some waiting gradient is behind no live send and goes on: each
+resolution makes progress, and the pass ends.
 
-**Failure** ends a pass from any state, once. Credit of a failed pass is worth nothing.
+**Failure** ends a pass from any state, once. The credit of a failed pass is void.
 
-Everything here is pure: no torch, no threads, no clock; calls are events, returned values effects.
+Pure: no torch, no threads, no clock. Calls are events, returned values are effects.
 """
 
 from __future__ import annotations
@@ -61,35 +61,35 @@ __all__ = [
 
 
 class Standing(enum.IntEnum):
-    """What a worker is in when it is idle."""
+    """The state of an idle worker."""
 
     CLOSED = 0
-    """Nothing can arrive any more; the pass is forgotten there."""
+    """Nothing can arrive any more; the worker forgets the pass."""
     OPEN = 1
     """Some sends may still get gradients."""
     WAITING = 2
-    """Gradients are held that cannot go on before something arrives."""
+    """It holds gradients that cannot go on before something arrives."""
 
 
 Credit: TypeAlias = Fraction | int
-"""A part of 1. An int where it is whole, which it is in a plain chain of calls."""
+"""A part of 1. An int while it is whole, as in a plain chain of calls."""
 
 Reports = dict[int, tuple[int, Standing]]
-"""Worker → (how many reports it has made, its latest standing)."""
+"""Worker → (number of its latest report, its standing)."""
 
 
 def merge_reports(into: Reports, other: Mapping[int, tuple[int, Standing]]) -> None:
-    """Keeps the later of two reports of a worker."""
+    """Keeps the later of two reports of each worker."""
     for worker, report in other.items():
         if worker not in into or into[worker][0] < report[0]:
             into[worker] = report
 
 
 class PassShare:
-    """One worker's credit in one pass, the initiator's included.
+    """One worker's credit in one pass.
 
     Args:
-        control: at the initiator, where reports of its own are made.
+        control: at the initiator, which reports to itself directly.
     """
 
     __slots__ = ("_control", "_credit", "_reports", "_reports_made", "_worker")
@@ -106,24 +106,24 @@ class PassShare:
         return self._credit
 
     def take(self, credit: Credit, reports: Mapping[int, tuple[int, Standing]]) -> None:
-        """A message of the pass has come."""
+        """A message of the pass has arrived."""
         self._credit = self._credit + credit if self._credit else credit
         if reports:
             merge_reports(self._reports, reports)
 
     def split(self, parcels: int, standing: Standing) -> list[tuple[Credit, Reports]]:
-        """A wave has ended and sends several gradient messages: what each of them carries.
+        """A wave has ended and sends several gradient messages: the load of each.
 
-        Messages that came meanwhile count as under way until they are taken. The first parcel
-        carries the reports: all credit comes home, so one is enough.
+        Messages that arrived meanwhile count as under way until they are taken. Only the first
+        carries the reports: all credit comes back, so one is enough.
         """
         credit, reports = self.give_up(standing)
         share: Credit = credit / Fraction(parcels)
         return [(share, reports)] + [(share, {}) for _ in range(parcels - 1)]
 
     def give_up(self, standing: Standing) -> tuple[Credit, Reports]:
-        """A wave has ended: all that it carries on to one worker, or, if nothing is sent on, home
-        to the initiator."""
+        """A wave has ended: the load of its only gradient message or, if it sends none, of the
+        credit's return to the initiator."""
         reports, self._reports = self._reports, {}
         if self._control is not None:
             self._control.initiator_stands(self._worker, standing)
@@ -135,7 +135,7 @@ class PassShare:
 
 
 class PassState(enum.Enum):
-    """Where a pass is, as its initiator sees it."""
+    """The state of a pass, as its initiator knows it."""
 
     RUNNING = enum.auto()
     RESOLVING = enum.auto()
@@ -145,7 +145,7 @@ class PassState(enum.Enum):
 
 @dataclass(frozen=True)
 class AskReachability:
-    """Ask a worker for its local reachability; it keeps the pass until the end from here on."""
+    """Ask a worker for its local reachability; from then on it keeps the pass until the end."""
 
     worker: int
 
@@ -161,7 +161,7 @@ class StrikeOff:
 
 @dataclass(frozen=True)
 class EndPass:
-    """Tell a worker that still keeps the pass that it is over."""
+    """Tell a worker that keeps the pass that it is over."""
 
     worker: int
 
@@ -179,7 +179,7 @@ _COMPLETE = Complete()
 class PassControl:
     """The initiator's view of the whole pass."""
 
-    # Of a resolution; made when one begins.
+    # Set when a resolution begins.
     _asked: set[int]
     _told: dict[int, dict[int, frozenset[int]]]
     _waiting_messages: set[int]
@@ -192,14 +192,13 @@ class PassControl:
         self._ever_asked: set[int] = set()
 
     def initiator_stands(self, worker: int, standing: Standing) -> None:
-        """The initiator has become idle. For the first time that is before anybody else has credit:
-        then nobody looks at the reports."""
+        """The initiator has become idle."""
         self._reports[worker] = (0, standing)
 
     def credit_returned(
         self, credit: Credit, reports: Mapping[int, tuple[int, Standing]]
     ) -> list[Effect]:
-        """Credit came home from a worker, or from the initiator's own share."""
+        """Credit has come back from a worker, or from the initiator's own share."""
         if self.state is not PassState.RUNNING:
             return []
         self._home += credit
@@ -232,7 +231,8 @@ class PassControl:
         waiting: Iterable[int],
         sends: Mapping[int, Iterable[int]],
     ) -> list[Effect]:
-        """A worker answers: messages behind its waiting gradients, and behind each awaited send."""
+        """A worker has answered: messages behind its waiting gradients, and behind each awaited
+        send."""
         if self.state is not PassState.RESOLVING or worker not in self._asked:
             return []
         if worker in self._told:
@@ -260,7 +260,7 @@ class PassControl:
         ]
 
     def failed(self) -> bool:
-        """Something ended the pass; True if it was still going on."""
+        """An error ends the pass; returns whether it was still running."""
         if self.state in (PassState.COMPLETE, PassState.FAILED):
             return False
         self.state = PassState.FAILED
