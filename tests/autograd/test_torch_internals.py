@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 from torch.utils.checkpoint import checkpoint
 
+import telegrad.autograd
 from telegrad.autograd import torch_internals as internals
+
+PRIVATE = re.compile(
+    r"torch\._|from torch\.\S* import _|next_id|\._(C|backward_cls|execution_engine|input_metadata"
+    r"|use_count|backward_hooks|post_accumulate_grad_hooks|set_sequence_nr|default_pg)\b"
+)
 
 
 def leaf():
@@ -31,6 +40,13 @@ def seen_in_backward(look):
     y.register_hook(lambda gradient: seen.append(look(y.grad_fn)))
     y.sum().backward()
     return seen[0]
+
+
+def test_no_other_module_uses_private_names():
+    for path in Path(telegrad.autograd.__file__).parent.rglob("*.py"):
+        if path.name != "torch_internals.py":
+            for number, line in enumerate(path.read_text().splitlines(), 1):
+                assert not PRIVATE.search(line), f"{path}:{number}: {line}"
 
 
 def test_the_node_of_a_leaf():

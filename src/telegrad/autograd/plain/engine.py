@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.futures import Future
 
@@ -22,14 +21,13 @@ from telegrad.autograd.plain.record import NO_TIMEOUT, Residents
 from telegrad.autograd.plain.sent_calls import PlainCall, SentCall, pack
 from telegrad.autograd.plain.serving import reply_head, reply_parts, serve
 from telegrad.autograd.plain.values import Value
+from telegrad.autograd.torch_internals import current_task, queue_callback
 from telegrad.errors import BackwardError, NotInitialized, ProtocolError, TelegradError
 from telegrad.ids import WorkerCounter, first_of_life
 from telegrad.rpc.calls.agent import Agent
 from telegrad.wire.frames import Kind
 
 __all__ = ["PlainEngine", "Submitted", "record_call"]
-
-_current_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
 class Submitted(NamedTuple):
@@ -96,7 +94,7 @@ class PlainEngine:
         served = current_served_run()
         if served is not None:
             return served
-        task = _current_task()
+        task = current_task()
         run = self._own_runs.get(task)
         if run is None:
             if len(self.entries) and self.entries.runs_through(will_run):
@@ -105,8 +103,7 @@ class PlainEngine:
                     "that backward() goes through: pass the tensor as an argument, or detach it"
                 )
             run = self._own_runs[task] = Run(Pass((self.worker_id, task), self.entries.lock))
-            engine: Any = torch.autograd.Variable._execution_engine
-            engine.queue_callback(partial(self._finish_own, run))
+            queue_callback(partial(self._finish_own, run))
         return run
 
     def _finish_own(self, run: Run) -> None:

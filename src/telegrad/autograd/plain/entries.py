@@ -18,7 +18,11 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from telegrad.autograd.plain.nodes import ReceivedNode, is_sink
-from telegrad.autograd.torch_internals import AccumulateGrad
+from telegrad.autograd.torch_internals import (
+    AccumulateGrad,
+    has_tensor_hooks,
+    post_accumulate_hooks,
+)
 from telegrad.wire.tensor_table.layout import is_leaf
 
 __all__ = ["Entries", "Entry", "Export", "Walk", "edges_of", "walk"]
@@ -208,7 +212,7 @@ class Entries:
 def _is_watched(leaf: Any) -> bool:
     """Whether a hook sees the leaf's gradient; the one that exports it does not count."""
     variable = leaf.variable
-    if variable._backward_hooks:
+    if has_tensor_hooks(variable):
         return True
-    hooks = variable._post_accumulate_grad_hooks
-    return bool(hooks) and any(not hasattr(hook, "exports_leaf") for hook in hooks.values())
+    hooks = post_accumulate_hooks(variable).values()
+    return any(not hasattr(hook, "exports_leaf") for hook in hooks)

@@ -19,7 +19,7 @@ will run the anchor's accumulator.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +28,15 @@ from torch.autograd import Function
 from torch.autograd.graph import get_gradient_edge
 
 from telegrad.autograd.contexts.message_nodes import current_wave
+from telegrad.autograd.torch_internals import (
+    AccumulateGrad,
+    apply_of,
+    are_transforms_active,
+    keeps_graph,
+    node_type_of,
+    set_sequence_number,
+    will_run,
+)
 from telegrad.errors import BackwardError, TelegradError
 
 if TYPE_CHECKING:
@@ -50,11 +59,6 @@ __all__ = [
     "refuse_transforms",
     "will_run",
 ]
-
-will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
-keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
-
-_transforms_are_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 _anchor = torch.zeros((), requires_grad=True)
 _anchor_node = get_gradient_edge(_anchor).node
@@ -136,11 +140,11 @@ class _Post(Function):
         return None, None, None, *[EMPTY] * ctx.tokens
 
 
-ReceivedNode: Any = _Received._backward_cls
-StubNode: Any = _Stub._backward_cls
-CollectNode: Any = _Collect._backward_cls
-PostNode: Any = _Post._backward_cls
-_SINKS = (torch._C._functions.AccumulateGrad, ReceivedNode, StubNode)  # type: ignore[attr-defined]
+ReceivedNode = node_type_of(_Received)
+StubNode = node_type_of(_Stub)
+CollectNode = node_type_of(_Collect)
+PostNode = node_type_of(_Post)
+_SINKS = (AccumulateGrad, ReceivedNode, StubNode)
 
 
 def is_sink(node: Any) -> bool:
@@ -148,14 +152,8 @@ def is_sink(node: Any) -> bool:
     return isinstance(node, _SINKS)
 
 
-def _apply_of(function: Any) -> Callable[..., Any]:
-    """Torch's C++ function: what `Function.apply` does before is for functorch's transforms."""
-    found: Callable[..., Any] = super(Function, function).apply
-    return found
-
-
 _apply_received, _apply_stub, _apply_collect, _apply_post = map(
-    _apply_of, (_Received, _Stub, _Collect, _Post)
+    apply_of, (_Received, _Stub, _Collect, _Post)
 )
 
 
@@ -178,7 +176,7 @@ def apply_stub(call: int) -> Tensor:
 
 
 def refuse_transforms() -> None:
-    if _transforms_are_active():
+    if are_transforms_active():
         raise TelegradError(
             "torch.func transforms (grad, vmap, jvp, ...) do not go through calls on other "
             "workers: use torch.autograd.grad, or apply the transform inside of the called function"
@@ -192,9 +190,7 @@ def apply_collect(record: Record | Begin, tensors: Sequence[Tensor], *, turn: in
         turn: among such nodes, the highest runs first.
     """
     token: Tensor = _apply_collect(record, _anchor, *tensors)
-    set_last = getattr(token.grad_fn, "_set_sequence_nr", None)
-    if set_last is not None:  # else the remote parts of a pass wait for one another
-        set_last(turn)
+    set_sequence_number(token.grad_fn, turn)  # else the remote parts of a pass wait for one another
     return token
 
 

@@ -31,6 +31,11 @@ from telegrad.autograd.plain.nodes import (
     will_run,
 )
 from telegrad.autograd.thread_state import peek, stash
+from telegrad.autograd.torch_internals import (
+    input_metadata,
+    post_accumulate_hooks,
+    run_backward,
+)
 from telegrad.errors import BackwardError
 
 if TYPE_CHECKING:
@@ -50,7 +55,6 @@ __all__ = [
 PassName = tuple[int, int]
 """The worker where a pass began, and torch's number for it there."""
 
-_torchs_engine: Any = torch.autograd.Variable._execution_engine
 _RUN = "telegrad.autograd.plain.run"
 _mark = get_gradient_edge(torch.zeros((), requires_grad=True))
 """A leaf that all such runs have as a second root: a pass inside of one, of a hook, say, does not
@@ -377,7 +381,7 @@ class Passes:
             with torch.enable_grad():  # else create_graph has no effect
                 # torch.autograd.backward without its checks of what users pass, which take longer
                 # than a small graph does.
-                _torchs_engine.run_backward(
+                run_backward(
                     (*[edge for edge, _ in pairs], _mark),
                     (*[gradient for _, gradient in pairs], _MARK_GRADIENT),
                     modes.keep_graph or bool(border),
@@ -440,7 +444,7 @@ class _Border:
     def _keep(self, edges: Sequence[Any], gradients: Sequence[Tensor | None]) -> None:
         for (node, nr), gradient in zip(edges, gradients, strict=False):
             if node is not None and node not in self._ready and gradient is not None:
-                shape = node._input_metadata[nr].shape
+                shape = input_metadata(node)[nr].shape
                 self._one.keep((node, nr), gradient.sum_to_size(shape))
 
     def run_again(self, *, create_graph: bool) -> None:
@@ -468,6 +472,5 @@ export_hook.exports_leaf = True  # type: ignore[attr-defined]
 
 def watch_exported(leaf: Tensor) -> None:
     """Twice at once does no harm: the second hook finds nothing."""
-    hooks: Any = leaf._post_accumulate_grad_hooks
-    if not hooks or export_hook not in hooks.values():
+    if export_hook not in post_accumulate_hooks(leaf).values():
         leaf.register_post_accumulate_grad_hook(export_hook)  # type: ignore[no-untyped-call]

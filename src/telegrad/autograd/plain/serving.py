@@ -17,6 +17,7 @@ from telegrad.autograd.plain.entries import Export
 from telegrad.autograd.plain.nodes import apply_received
 from telegrad.autograd.plain.passes import PassName, watch_exported
 from telegrad.autograd.plain.values import Value
+from telegrad.autograd.torch_internals import set_grad_enabled
 from telegrad.errors import TelegradError
 from telegrad.rpc.connections.network import Send
 from telegrad.rpc.seams import NO_CONTEXT
@@ -145,7 +146,7 @@ def _serve_call(engine: PlainEngine, source: int, frame: Frame, send: Send) -> N
         raise
     finally:
         _serving.reset(outer)
-        torch._C._set_grad_enabled(True)
+        set_grad_enabled(True)
     if value is not None:
         news: Any = None
         if isinstance(result, Stays):
