@@ -150,7 +150,7 @@ class ContextRegistry:
             self.retrieve(context_id)
         try:
             self._release(context_id)
-        except BaseException:  # Ctrl-C, say
+        except BaseException:  # such as Ctrl-C
             self._release(context_id)
             self._free(context_id)
             self._plan_retry()  # sends the releases that were not sent

@@ -3,7 +3,7 @@
 A pass ends well as `protocol` says: this module carries out the effects, at the worker that called
 `backward` and at those that it asks.
 
-A failed pass is announced to every worker of the context. Each drops the pass when it first hears
+A failed pass is announced to every worker of the context. Each drops the pass when it first learns
 of the failure, refuses what still arrives for it, and tells the workers it knows. So the failure
 reaches all of them, although no worker knows which others took part.
 
