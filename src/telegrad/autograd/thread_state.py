@@ -95,6 +95,11 @@ def peek(key: str, default: Any) -> Any:
 
 def swap(key: str, value: Any, default: Any) -> Any:
     """Sets a value and returns the one before."""
+    if _is_plain:
+        values = _local.__dict__
+        before = values.get(key, default)
+        values[key] = value
+        return before
     before = peek(key, default)
     stash(key, value)
     return before

@@ -38,6 +38,7 @@ from telegrad.wire.frames import Kind
 
 __all__ = ["AutogradEngine"]
 
+_NOTHING = contextlib.nullcontext()
 
 _Parcel: TypeAlias = tuple[int, Packet]
 """A worker, and a gradient message for it."""
@@ -161,7 +162,7 @@ class AutogradEngine(PassRegistry):
 
     def _run(self, context: DistAutogradContext) -> None:
         """Runs what is queued, unless another thread does or has to."""
-        while self._take_batch(context):
+        while context.work and self._take_batch(context):
             live = context.batch[0].into
             try:
                 last = self._run_batch(live, context.batch)
@@ -184,9 +185,11 @@ class AutogradEngine(PassRegistry):
             into = _next_pass(context)
             if into is None:
                 return False
-            context.batch = [arrival for arrival in context.work if arrival.into is into]
+            work = context.work
+            context.batch = [arrival for arrival in work if arrival.into is into]
+            is_all = len(context.batch) == len(work)
             context.runner = threading.get_ident()
-            context.work = deque(other for other in context.work if other.into is not into)
+            context.work = deque(() if is_all else [a for a in work if a.into is not into])
         return True
 
     def _release_batch(self, context: DistAutogradContext) -> None:
@@ -220,7 +223,10 @@ class AutogradEngine(PassRegistry):
         is_profiled = isinstance(live, OwnPass) and live.is_driven_by_caller and not is_first
         name = "torch::distributed::autograd::SendRpcBackward"
         try:
-            with _profiled(is_profiled, name), _grad_enabled(live.create_graph):
+            if is_profiled or live.create_graph:
+                with _profiled(is_profiled, name), torch.set_grad_enabled(live.create_graph):
+                    outgoing = self._wave(live, batch)
+            else:
                 outgoing = self._wave(live, batch)
         except Exception as error:  # noqa: BLE001  an error of the program ends the pass
             failure = Failure.raised(self.worker_id, error)
@@ -401,8 +407,4 @@ def _next_pass(context: DistAutogradContext) -> LivePass | None:
 
 def _profiled(is_on: bool, name: str) -> contextlib.AbstractContextManager[Any]:
     """Gives the block a name in the profile of this thread, if there is one."""
-    return torch.profiler.record_function(name) if is_on else contextlib.nullcontext()
-
-
-def _grad_enabled(is_on: bool) -> contextlib.AbstractContextManager[Any]:
-    return torch.enable_grad() if is_on else contextlib.nullcontext()
+    return torch.profiler.record_function(name) if is_on else _NOTHING
