@@ -21,7 +21,7 @@ from telegrad.autograd.passes.live_pass import LivePass
 from telegrad.drop_in import torch_phrase
 from telegrad.errors import BackwardError, ContextError, TelegradError, WorkerLost
 from telegrad.ids import WorkerCounter, worker_of
-from telegrad.rpc.calls.error_texts import text_of, traceback_of
+from telegrad.rpc.calls.outcome import text_of, traceback_of
 from telegrad.rpc.seams import Messenger
 from telegrad.wire.frames import Kind
 
