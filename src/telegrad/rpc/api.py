@@ -142,14 +142,10 @@ def rpc_sync(
         TypeError, ValueError: the timeout is not a number, or negative.
         Exception: raised by the function; its cause holds the remote traceback.
     """
-    if type(args) is not tuple or kwargs is not None or misplaced or not callable(func):
-        args, kwargs = checked_call("rpc_sync", func, args, kwargs, misplaced)
-    if timeout != UNSET_RPC_TIMEOUT:
-        timeout = checked_timeout(timeout)
-    worker = current.current()
-    return worker.agent.call(
-        _id_of(worker, to), func, args, kwargs, None if timeout < 0 else timeout
+    worker, worker_id, args, kwargs, seconds = _prepared(
+        "rpc_sync", to, func, args, kwargs, timeout, misplaced
     )
+    return worker.agent.call(worker_id, func, args, kwargs, seconds)
 
 
 def rpc_async(
@@ -163,14 +159,10 @@ def rpc_async(
     """Like `rpc_sync`, but returns a future at once. The future's `wait` raises what `rpc_sync`
     would
     raise, except that an argument that cannot be sent raises here."""
-    if type(args) is not tuple or kwargs is not None or misplaced or not callable(func):
-        args, kwargs = checked_call("rpc_async", func, args, kwargs, misplaced)
-    if timeout != UNSET_RPC_TIMEOUT:
-        timeout = checked_timeout(timeout)
-    worker = current.current()
-    future = worker.agent.call_async(
-        _id_of(worker, to), func, args, kwargs, None if timeout < 0 else timeout
+    worker, worker_id, args, kwargs, seconds = _prepared(
+        "rpc_async", to, func, args, kwargs, timeout, misplaced
     )
+    future = worker.agent.call_async(worker_id, func, args, kwargs, seconds)
     collected: list[Future[Any]] | None = getattr(_collecting, "futures", None)
     if collected is not None:
         collected.append(future)
@@ -193,22 +185,33 @@ def remote(
             the owner must register the call within `RpcOptions.rpc_timeout`, and the function has
             no limit.
     """
-    if type(args) is not tuple or kwargs is not None or misplaced or not callable(func):
-        args, kwargs = checked_call("remote", func, args, kwargs, misplaced)
-    if timeout != UNSET_RPC_TIMEOUT:
-        timeout = checked_timeout(timeout)
-    worker = current.current()
-    return worker.references.remote(
-        _id_of(worker, to), func, args, kwargs, None if timeout < 0 else timeout
+    worker, worker_id, args, kwargs, seconds = _prepared(
+        "remote", to, func, args, kwargs, timeout, misplaced
     )
+    return worker.references.remote(worker_id, func, args, kwargs, seconds)
 
 
-def _id_of(worker: Worker, to: str | int | WorkerInfo) -> int:
+def _prepared(
+    caller: str,
+    to: str | int | WorkerInfo,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None,
+    kwargs: dict[str, Any] | None,
+    timeout: float,
+    misplaced: dict[str, NoReturn],
+) -> tuple[Worker, int, Sequence[Any], dict[str, Any] | None, float | None]:
+    """This worker, the id of the other one, and the checked arguments and timeout of a call."""
+    if type(args) is not tuple or kwargs is not None or misplaced or not callable(func):
+        args, kwargs = checked_call(caller, func, args, kwargs, misplaced)
+    seconds = None if timeout == UNSET_RPC_TIMEOUT else checked_timeout(timeout)
+    worker = current.current()
     if isinstance(to, WorkerInfo):
-        return to.id
+        return worker, to.id, args, kwargs, seconds
     members = worker.agent.network.members
     worker_id = members.id_of(to) if isinstance(to, str) else None
-    return members.named(to).id if worker_id is None else worker_id
+    if worker_id is None:
+        worker_id = members.named(to).id
+    return worker, worker_id, args, kwargs, seconds
 
 
 def get_worker_info(worker_name: str | int | None = None) -> WorkerInfo:

@@ -9,7 +9,6 @@ import pickle
 import random
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +26,7 @@ from telegrad.errors import (
 )
 from telegrad.ids import ForkId, RRefId
 from telegrad.rpc.group import current
+from telegrad.rpc.group.worker_info import WorkerInfo
 from telegrad.rpc.references import housekeeper, proxy
 from telegrad.rpc.references import rref as rref_module
 from telegrad.rpc.references.events import Timing
@@ -38,12 +38,6 @@ from telegrad.testing.messenger import SimulatedNetwork
 from telegrad.wire.frames import Kind
 
 TIMING = Timing(retry_first=1.0, retry_last=4.0, max_message_age=60.0)
-
-
-@dataclass(frozen=True)
-class Info:
-    id: int
-    name: str
 
 
 class Cluster:
@@ -61,7 +55,6 @@ class Cluster:
             ),
             call=lambda *call: self.call(worker, *call),
             bound_here=lambda work: work,
-            worker_info=lambda n: Info(n, f"worker{n}"),
         )
         messenger = self.network.messenger(worker)
         return RRefTable(messenger, remote, timing=TIMING, clock=self.network.clock)
@@ -178,7 +171,7 @@ def test_a_local_value_is_counted_once_it_is_shared_and_dropped_with_its_last_re
     user = cluster.send(rref, 0, 1)
     assert user.confirmed_by_owner()  # the owner counted it when it made it
     assert not user.is_owner()
-    assert user.owner() == Info(0, "worker0")
+    assert user.owner() == WorkerInfo("worker0", 0)
     assert user.owner_name() == "worker0"
     assert cluster.count(0) == cluster.count(0, "num_forks") == 1
     del rref

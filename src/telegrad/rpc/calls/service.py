@@ -33,7 +33,7 @@ from telegrad.wire.function_names import function_named, name_in
 from telegrad.wire.tensor_table.layout import is_leaf
 from telegrad.wire.tensor_table.unpack import Attach
 
-__all__ = ["FrameHandler", "Service", "runs_without_gradients"]
+__all__ = ["FrameHandler", "Service", "run_function"]
 
 _log = logging.getLogger("telegrad.rpc")
 
@@ -195,13 +195,7 @@ class Service:
         """The message's value, or a future of it."""
         if frame.kind is Kind.CALL:
             func, args, kwargs = self.unpack_call(source, frame, 0)
-            frame.buffers = []  # so that the function's end frees the memory of tensor arguments
-            try:
-                if frame.flags and runs_without_gradients(frame):
-                    _set_grad_enabled(False)
-                value = func(*args, **kwargs)
-            finally:
-                _set_grad_enabled(True)  # a function may have left it off
+            value = run_function(frame, func, args, kwargs)
             if hasattr(func, "_wrapped_async_rpc_function"):
                 return None, checked_future(func, value)
             return value, None
@@ -396,10 +390,18 @@ class Service:
         return self._begun.look(), ended
 
 
-def runs_without_gradients(frame: Frame) -> bool:
-    """Whether gradients are off for the function that a message calls. In an autograd context they
-    are if they are off at its caller; otherwise the function may use gradients of its own."""
-    return bool(frame.flags & Flags.NO_GRAD) and frame.context_id != NO_CONTEXT
+def run_function(
+    frame: Frame, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
+    """Runs the function that a message calls. In an autograd context its gradients are off if they
+    are off at its caller; otherwise it may use gradients of its own."""
+    frame.buffers = []  # so that the function's end frees the memory of tensor arguments
+    try:
+        if frame.flags & Flags.NO_GRAD and frame.context_id != NO_CONTEXT:
+            _set_grad_enabled(False)
+        return func(*args, **kwargs)
+    finally:
+        _set_grad_enabled(True)  # a function may have left it off
 
 
 class _Thread(threading.local):

@@ -355,41 +355,31 @@ def start_worker(
         store: where to meet; by default `options.init_method`.
         prepare: gets the worker before it connects to others.
     """
+    size = world_size or 0
     try:
-        return _start_worker(name, rank, world_size, options, store, prepare)
+        if store is None:
+            store, rank, size = meet(options, rank, world_size)
+        info = WorkerInfo(name, rank)
+        directory = Directory(store, rank, size)
+        directory.declare()
+        all_local = directory.all_on_one_host(host_identity())
+        secret = directory.secret(
+            options.configured_secret(), all_local=all_local, has_certificates=bool(options.tls)
+        )
+        incarnation = secrets.token_bytes(16)
+        worker = Worker(info, incarnation, derive_key(secret), options, directory)
+        try:
+            if prepare is not None:
+                prepare(worker)
+            worker.start(all_local=all_local)
+        except BaseException:
+            worker.close()
+            raise
     except dist.DistNetworkError as error:
         raise TelegradError(
             f"worker {name!r} lost the meeting place before it had joined the group: "
             f"{str(error).splitlines()[0]}. Check the worker of rank 0, or the process that "
             "hosts the store, and the network"
         ) from None
-
-
-def _start_worker(
-    name: str,
-    rank: int,
-    world_size: int | None,
-    options: RpcOptions,
-    store: Store | None,
-    prepare: Callable[[Worker], None] | None,
-) -> Worker:
-    if store is None:
-        store, rank, size = meet(options, rank, world_size)
-    else:
-        size = world_size or 0
-    info = WorkerInfo(name, rank)
-    directory = Directory(store, rank, size)
-    directory.declare()
-    configured = options.configured_secret()
-    all_local = directory.all_on_one_host(host_identity())
-    secret = directory.secret(configured, all_local=all_local, has_certificates=bool(options.tls))
-    worker = Worker(info, secrets.token_bytes(16), derive_key(secret), options, directory)
-    try:
-        if prepare is not None:
-            prepare(worker)
-        worker.start(all_local=all_local)
-    except BaseException:
-        worker.close()
-        raise
     worker.close_at_exit()
     return worker

@@ -37,10 +37,9 @@ from telegrad.rpc.calls.outcome import (
     timeout_text,
     without_frames,
 )
-from telegrad.rpc.calls.service import runs_without_gradients
+from telegrad.rpc.calls.service import run_function
 from telegrad.rpc.connections.network import Send
 from telegrad.rpc.functions import checked_future
-from telegrad.rpc.group.worker_info import WorkerInfo
 from telegrad.rpc.references.in_messages import ReferenceCodec
 from telegrad.rpc.references.proxy import call_owned, call_owned_async
 from telegrad.rpc.references.records import OwnerEntry
@@ -106,9 +105,6 @@ class RemoteReferences:
         agent.service.admit = self._admit
 
     # -- for the table
-
-    def worker_info(self, worker_id: int) -> WorkerInfo:
-        return WorkerInfo(self._agent.name_of(worker_id), worker_id)
 
     def bound_here(self, work: Callable[[Any], None]) -> Callable[[Any], None]:
         return self._agent.bound_here(work)
@@ -266,13 +262,7 @@ class RemoteReferences:
                 finally:
                     if is_method and not answers_when_done:
                         service.answer(source, frame, send, None)
-                frame.buffers = []
-                try:
-                    if runs_without_gradients(frame):
-                        torch._C._set_grad_enabled(False)
-                    value = func(*args, **kwargs)
-                finally:
-                    torch._C._set_grad_enabled(True)  # a function may have left it off
+                value = run_function(frame, func, args, kwargs)
                 if hasattr(func, "_wrapped_async_rpc_function"):
                     checked_future(func, value).add_done_callback(partial(_fill, entry))
                     return

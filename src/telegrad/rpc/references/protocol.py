@@ -76,7 +76,6 @@ until the receiver's loss is better than dropping the value of a slow receiver.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from telegrad.ids import ForkId, RRefId
 from telegrad.rpc.references.events import (
@@ -103,17 +102,7 @@ from telegrad.rpc.references.owner import OwnedState, OwnerLedger
 from telegrad.rpc.references.user import Outbox, UserLedger, UserState
 from telegrad.wire.frames import Kind
 
-__all__ = ["Counts", "RRefProtocol"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Counts:
-    """The counts in upstream's debug information."""
-
-    owner_rrefs: int
-    forks: int
-    pending_users: int
-    pending_futures: int
+__all__ = ["RRefProtocol"]
 
 
 class RRefProtocol:
@@ -209,13 +198,14 @@ class RRefProtocol:
         """Whether the machine remembers nothing at all."""
         return self._owner.is_empty() and self._user.is_empty() and not self._outbox
 
-    def counts(self) -> Counts:
-        return Counts(
-            owner_rrefs=self._owner.count_forked(),
-            forks=sum(1 for _ in self._owner.forks()),
-            pending_users=self._user.count_pending(),
-            pending_futures=len(self._outbox),
-        )
+    def counts(self) -> dict[str, int]:
+        """The counts in upstream's debug information."""
+        return {
+            "owner_rrefs": self._owner.count_forked(),
+            "forks": sum(1 for _ in self._owner.forks()),
+            "pending_users": self._user.count_pending(),
+            "pending_futures": len(self._outbox),
+        }
 
     # --- Parts -----------------------------------------------------------------------------------
 

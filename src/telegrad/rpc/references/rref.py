@@ -26,7 +26,8 @@ from telegrad.rpc.references.texts import (
 )
 
 if TYPE_CHECKING:
-    from telegrad.rpc.references.table import RRefTable, WorkerInfo
+    from telegrad.rpc.group.worker_info import WorkerInfo
+    from telegrad.rpc.references.table import RRefTable
 
 __all__ = ["RRef", "rebuild_rref", "set_rref_backward"]
 
@@ -127,7 +128,7 @@ class RRef(Generic[T]):
         return isinstance(self._record, OwnerEntry) or self._record.is_confirmed
 
     def owner(self) -> WorkerInfo:
-        return self._table.remote.worker_info(self._owner_id)
+        return self._table.worker_info(self._owner_id)
 
     def owner_name(self) -> str:
         return self.owner().name
@@ -177,7 +178,7 @@ class RRef(Generic[T]):
         if isinstance(self._record, OwnerEntry):
             value: T = self._owned(self._record)
             return value
-        here = self._table.remote.worker_info(self._table.worker_id)
+        here = self._table.worker_info(self._table.worker_id)
         raise not_owner(self._record.rref_id, self._record.fork_id, here, self.owner())
 
     def _check_creation(self) -> None:
@@ -227,7 +228,9 @@ class RRef(Generic[T]):
         elif dist_autograd_ctx_id == -1:
             raise RRefError("User RRefs require 'dist_autograd_ctx_id' to be specified")
         if _backward is None:
-            raise RRefError("rref.backward() needs telegrad.autograd: import it first")
+            raise RRefError(
+                "rref.backward() needs telegrad.autograd, which is not loaded: import it"
+            )
         _backward(self, dist_autograd_ctx_id, retain_graph)
 
     # --- For upstream's own code and suites -------------------------------------------

@@ -79,19 +79,16 @@ class Steps:
 
     Args:
         messenger: carries the control messages; their handlers are registered here.
-        name_of: a worker's name by its id, for error texts.
         clock: gives the time to the machine.
     """
 
     def __init__(
         self,
         messenger: Messenger,
-        name_of: Callable[[int], str],
         timing: ev.Timing | None,
         clock: Callable[[], float],
     ) -> None:
         self._messenger = messenger
-        self._name_of = name_of
         self._clock = clock
         self._main_thread = threading.main_thread().ident
         self.housekeeper = Housekeeper(f"telegrad-rrefs-{messenger.worker_id}", self._heed)
@@ -312,7 +309,7 @@ class Steps:
     def _fail_value(self, entry: OwnerEntry, why: ev.Reason, reason: str) -> None:
         rref_id = entry.rref_id
         if why is ev.Reason.CREATOR_LOST:
-            creator = self._name_of(rref_id.created_on)
+            creator = self._messenger.name_of(rref_id.created_on)
             entry.set_error(texts.creator_lost(rref_id, creator, reason))
         else:
             entry.set_error(texts.value_gone(rref_id, self._messenger.worker_id))
@@ -320,7 +317,7 @@ class Steps:
     def _bad_user(self, record: UserRecord, why: ev.Reason, reason: str, attempt: str) -> Exception:
         if why is ev.Reason.DELETED:
             return texts.deleted(record.rref_id, record.fork_id, attempt)
-        owner = self._name_of(record.owner)
+        owner = self._messenger.name_of(record.owner)
         if why is ev.Reason.OWNER_LOST:
             return texts.owner_lost(record.rref_id, owner, reason, attempt)
         return texts.value_never_found(record.rref_id, owner, attempt)

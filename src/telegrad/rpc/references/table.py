@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from telegrad.errors import NotInitialized, RRefError, SerializationError
 from telegrad.ids import ForkId, RRefId
 from telegrad.rpc.group.current import InParent
+from telegrad.rpc.group.worker_info import WorkerInfo
 from telegrad.rpc.references import events as ev
 from telegrad.rpc.references import texts
 from telegrad.rpc.references.housekeeper import Handle
@@ -26,19 +27,12 @@ from telegrad.rpc.references.rref import RRef, rebuild_rref
 from telegrad.rpc.references.steps import Callbacks, Steps, fail_user
 from telegrad.rpc.seams import Messenger
 
-__all__ = ["Call", "RRefTable", "Remote", "WorkerInfo"]
+__all__ = ["Call", "RRefTable", "Remote"]
 
 _MOST_NOTED = 64
 
 Call = Callable[[str, int, Callable[..., Any], tuple[Any, ...], dict[str, Any], float], Any]
 """`call(mode, owner, function, args, kwargs, timeout)`; mode is "sync", "async" or "remote"."""
-
-
-class WorkerInfo(Protocol):
-    @property
-    def id(self) -> int: ...
-    @property
-    def name(self) -> str: ...
 
 
 class Remote(Protocol):
@@ -52,8 +46,6 @@ class Remote(Protocol):
 
     def bound_here(self, work: Callable[[Any], None]) -> Callable[[Any], None]:
         """`work`, bound to the autograd context of this thread."""
-
-    def worker_info(self, worker_id: int) -> WorkerInfo: ...
 
 
 class _Unpacking(threading.local):
@@ -87,7 +79,8 @@ class RRefTable:
         self.remote = remote
         self._ids = itertools.count(first_id)
         self._unpacking = _Unpacking()
-        self._steps = Steps(messenger, lambda n: self.remote.worker_info(n).name, timing, clock)
+        self._messenger = messenger
+        self._steps = Steps(messenger, timing, clock)
         self.housekeeper = self._steps.housekeeper
         self._entries, self._users = self._steps.entries, self._steps.users
         self._creations: dict[ForkId, Creation] = {}  # a call may outlive its reference
@@ -161,6 +154,10 @@ class RRefTable:
         """
         if self._refusal is not None:
             raise self._refusal()
+
+    def worker_info(self, worker_id: int) -> WorkerInfo:
+        self.refuse_if_forked()
+        return WorkerInfo(self._messenger.name_of(worker_id), worker_id)
 
     # --- Creation, at the creator ----------------------------------------------------------------
 
@@ -386,12 +383,7 @@ class RRefTable:
     def debug_info(self) -> dict[str, str]:
         """The counts of upstream's `_rref_context_get_debug_info`, under its names."""
         counts = self._steps.exclusively(self._steps.machine.counts)
-        return {
-            "num_owner_rrefs": str(counts.owner_rrefs),
-            "num_forks": str(counts.forks),
-            "num_pending_users": str(counts.pending_users),
-            "num_pending_futures": str(counts.pending_futures),
-        }
+        return {f"num_{name}": str(count) for name, count in counts.items()}
 
     def leak_report(self) -> list[str]:
         """One line for each reference that another worker still holds to a value here."""

@@ -12,7 +12,7 @@ from telegrad.errors import RpcTimeout, RRefError, WorkerLost
 from telegrad.ids import ForkId, RRefId
 
 if TYPE_CHECKING:
-    from telegrad.rpc.references.table import WorkerInfo
+    from telegrad.rpc.group.worker_info import WorkerInfo
 
 __all__ = [
     "creation_error",
