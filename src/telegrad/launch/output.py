@@ -85,9 +85,8 @@ class Stream:
 
     def read(self) -> list[bytes]:
         """The lines that are complete now. Closes the stream at its end."""
-        try:
-            data = os.read(self.descriptor, _AT_ONCE)
-        except BlockingIOError:
+        data = self._receive()
+        if data is None:
             return []
         if data:
             return self._lines.feed(data)
@@ -97,18 +96,18 @@ class Stream:
     def finish(self) -> list[bytes]:
         """All that is left, and closes the stream. The worker has ended; other processes that hold
         the stream are cut off."""
-        lines = []
-        while self._is_open and (more := self._read_if_ready()) is not None:
-            lines += more
+        lines: list[bytes] = []
+        while self._is_open and (data := self._receive()):
+            lines += self._lines.feed(data)
         self.close()
         return lines + self._lines.rest()
 
-    def _read_if_ready(self) -> list[bytes] | None:
+    def _receive(self) -> bytes | None:
+        """Empty at the end of the stream, None if nothing can be read now."""
         try:
-            data = os.read(self.descriptor, _AT_ONCE)
+            return os.read(self.descriptor, _AT_ONCE)
         except BlockingIOError:
             return None
-        return self._lines.feed(data) if data else None
 
     def has_ended(self) -> bool:
         return not self._is_open

@@ -1,4 +1,4 @@
-"""What the launcher is told: the program that each worker runs, and how many workers."""
+"""The launcher's options: the program that each worker runs, and how many workers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Program:
             with open(self.name, "rb"):
                 return
         except FileNotFoundError:
-            raise LaunchError(f"there is no file {self.name!r}") from None
+            raise LaunchError(f"there is no file {self.name!r}: check the path") from None
         except IsADirectoryError:
             raise LaunchError(
                 f"{self.name!r} is a directory: name a script in it, or run a package with "

@@ -78,10 +78,10 @@ def start_workers(
         for writer in writers:
             os.close(writer)
     with open(births[0], encoding="ascii") as lines:
-        told = [int(line) for line in lines]  # ends with that process: no worker keeps it open
-    processes = [process for process in told if process > 0]
+        printed = [int(line) for line in lines]  # ends with that process: no worker keeps it open
+    processes = [process for process in printed if process > 0]
     if len(processes) < size:
-        raise _no_room(len(processes), -min(told, default=0))
+        raise _no_room(len(processes), -min(printed, default=0))
     return [
         WorkerProcess(rank, process, *(Stream(outputs[2 * rank + i]) for i in range(2)))
         for rank, process in enumerate(processes)

@@ -175,7 +175,7 @@ class Workers:
             timeout: seconds to wait for those calls; 0 means no limit.
 
         Raises:
-            RpcTimeout: a call took longer. The workers are ended all the same.
+            RpcTimeout: a call took longer. The workers have ended nevertheless.
         """
         self._close(graceful=True, timeout=timeout)
 

@@ -118,7 +118,7 @@ class Agent:
         kwargs: dict[str, Any] | None = None,
         timeout: float | None = None,
     ) -> Any:
-        """Runs `func` on worker `to` and returns its result; what it raises is raised here."""
+        """Runs `func` on worker `to`; returns its result, or raises its exception."""
         if to == self.info.id:
             return self.call_async(to, func, args, kwargs, timeout).wait()
         peer = self.network.members.peer(to)

@@ -149,7 +149,7 @@ class Directory:
         return bytes(self._store.compare_set("secret", "", made))
 
     def all_on_one_host(self, host: str) -> bool:
-        """Whether the whole group is on this host. For an open group the meeting place tells."""
+        """Whether the whole group is on this host. An open group is if its meeting place is."""
         if self.is_open:
             return self._part is not None and self._part.is_local
         self._store.set(f"host/{self._rank}", host)
@@ -177,7 +177,7 @@ class Directory:
         """All records of a group of known size, waiting for them; those present in an open one.
 
         Raises:
-            TelegradError: two workers have one name, or a worker did not come in time.
+            TelegradError: two workers have one name, or a worker did not join in time.
         """
         if self.is_open:
             return self._read_slots()
@@ -283,7 +283,7 @@ class Directory:
             ) from error
 
     def _mistakes(self) -> str:
-        """Wrong settings of workers that came, for the error of one that waits in vain."""
+        """Wrong settings of workers, for the error text of one that waits in vain."""
         try:
             lines = [line for rank in range(self._world_size) for line in self._mistakes_of(rank)]
         except RuntimeError:  # the store has ended with the worker that hosted it
@@ -295,7 +295,9 @@ class Directory:
             bytes(self._store.get(f"turn/{rank}/{turn}")).decode()
             for turn in range(1, self._store.add(f"turns/{rank}", 0) + 1)
         ]
-        came = list({line.partition(", told")[0]: line for line in lines}.values())  # their last
+        came = list(
+            {line.partition(", told")[0]: line for line in lines}.values()
+        )  # the last of each
         own = f"told of {self._world_size} workers"
         if len(came) > 1:
             return [f"Rank {rank} was taken more than once: by {'; by '.join(came)}"]

@@ -33,7 +33,7 @@ _Key = tuple[tuple[int, ...], int]
 
 
 class _Question(NamedTuple):
-    """A participant's request, as its leader will answer it."""
+    """A participant's request, which its leader answers."""
 
     frame: Frame
     send: Send
@@ -45,7 +45,7 @@ class _Gathering:
 
     awaited: set[int]
     forgives_losses: bool
-    told: dict[int, Any] = field(default_factory=dict)
+    values: dict[int, Any] = field(default_factory=dict)
     questions: dict[int, _Question] = field(default_factory=dict)
 
 
@@ -58,7 +58,7 @@ class Gatherings:
         self._lost: set[int] = set()
         # The result of the latest one that forgives losses, as far as it is known here.
         self._found: dict[tuple[int, ...], tuple[int, dict[int, Any]]] = {}
-        agent.service.handle_frame(Kind.GATHER, self._on_told)
+        agent.service.handle_frame(Kind.GATHER, self._on_request)
         agent.watch_losses(self._on_lost)
 
     def gather(
@@ -108,10 +108,10 @@ class Gatherings:
             self._found[participants] = number, found
             gathering = self._open.pop((participants, number), None)
         if gathering is not None:
-            gathering.told = found
+            gathering.values = found
             self._finish(gathering, None)
 
-    def _on_told(self, source: int, frame: Frame, send: Send) -> None:
+    def _on_request(self, source: int, frame: Frame, send: Send) -> None:
         service = self._agent.service
         key, forgives_losses, value, before = service.decode(source, frame, frame.body)
         participants, number = key
@@ -126,7 +126,7 @@ class Gatherings:
             if latest < number:
                 gathering = self._open[key]
                 gathering.awaited.discard(source)
-                gathering.told[source] = value
+                gathering.values[source] = value
                 gathering.questions[source] = _Question(frame, send)
         if latest == number:
             service.answer(source, frame, send, found)
@@ -170,7 +170,7 @@ class Gatherings:
         for source in sorted(gathering.questions, key=lambda source: source == own):
             frame, send = gathering.questions[source]
             if missing is None:
-                service.answer(source, frame, send, gathering.told)
+                service.answer(source, frame, send, gathering.values)
             else:
                 name = self._agent.network.members.name_of(missing) or str(missing)
                 text = f"worker {name!r} was lost before all workers had met"

@@ -1,4 +1,4 @@
-"""Where workers meet: a store of torch's, opened as `RpcOptions.init_method` says.
+"""Where workers meet: one of torch's stores, opened by `RpcOptions.init_method`.
 
 A store on a loopback address listens only there. Every wait ends in the store, or in an error after
 the agent's timeout.

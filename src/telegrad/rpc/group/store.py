@@ -1,4 +1,4 @@
-"""Stores of torch's: asking them with a limit, and the part of one that a group uses.
+"""torch's stores: requests that end, and the part of a store that a group uses.
 
 torch's TCP store waits for answers without a limit. Even after the timeout for a key it withdraws
 the request, and waits for the confirmation of that: a quarter of an hour if its host has vanished,

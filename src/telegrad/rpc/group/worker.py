@@ -138,12 +138,12 @@ class Worker:
         """Notifies the workers in the group that this one joins or, by None, that it leaves. A
         worker that is lost or does not answer learns it later."""
         members = self.agent.network.members
-        told = [
+        answers = [
             self.agent.request(member.id, Kind.MEMBERS, record, timeout=timeout)
             for member in members.infos()
             if member.id != self.info.id and not members.is_lost(member.id)
         ]
-        for answer in told:
+        for answer in answers:
             try:
                 answer.wait()
             except (RpcTimeout, WorkerLost) as error:

@@ -49,7 +49,7 @@ class Remote(Protocol):
 
 
 class _Unpacking(threading.local):
-    """What this thread is unpacking."""
+    """The references that this thread has unpacked."""
 
     def __init__(self) -> None:
         # Weak, because only calls take them; other messages leave them here.
@@ -378,7 +378,7 @@ class RRefTable:
     def _new_id(self) -> tuple[int, int]:
         return self.worker_id, next(self._ids)
 
-    # --- What it holds ---------------------------------------------------------------------------
+    # --- Its contents --------------------------------------------------------------------------
 
     def debug_info(self) -> dict[str, str]:
         """The counts of upstream's `_rref_context_get_debug_info`, under its names."""

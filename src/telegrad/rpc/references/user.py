@@ -231,7 +231,7 @@ class UserLedger:
         if user.state is UserState.FORKING:  # its parent may still have the owner, and wait
             effects += self._release_parent(user, now)
         user.state = UserState.LOST
-        for fork in user.children:  # this fork protects no child any more
+        for fork in user.children:  # it no longer protects them
             del self._children[fork]
         user.children.clear()
         return [*effects, FailUser(fork=user.fork, reason=reason), *self._settle(user, now)]
