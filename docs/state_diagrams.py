@@ -15,9 +15,8 @@ from telegrad.ids import COUNTER_BITS, ForkId, RRefId
 from telegrad.observe.svg import document, text_at
 from telegrad.rpc.connections.liveness import Connected, Ended, Heard, Liveness, TimePassed
 from telegrad.rpc.references.events import Timing
-from telegrad.rpc.references.outbox import Outbox
 from telegrad.rpc.references.owner import OwnerLedger
-from telegrad.rpc.references.user import UserLedger
+from telegrad.rpc.references.user import Outbox, UserLedger
 
 Transitions = dict[tuple[str, str], list[str]]
 """(state, next state) → the events that lead from one to the other."""

@@ -144,7 +144,6 @@ def test_the_protocols_are_pure():
         "rpc/references/owner.py",
         "rpc/references/user.py",
         "rpc/references/events.py",
-        "rpc/references/outbox.py",
         "rpc/connections/liveness.py",
         "autograd/passes/protocol.py",
         "autograd/contexts/lifetime.py",

@@ -15,7 +15,7 @@ import telegrad
 from telegrad import rpc
 from telegrad.autograd.plain import engine_here, sent_calls
 from telegrad.errors import RpcTimeout, TelegradError
-from telegrad.rpc.calls import agent
+from telegrad.rpc.calls import async_call
 from telegrad.rpc.group import current
 from telegrad.testing.cluster import cluster
 
@@ -312,8 +312,8 @@ def test_results_that_nobody_wants_do_not_stay():
 
 
 def test_a_program_that_outruns_a_worker_is_slowed_down(monkeypatch):
-    monkeypatch.setattr(agent, "_MOST_OPEN", 10)
-    monkeypatch.setattr(agent, "_NO_REPLY", PATIENCE)
+    monkeypatch.setattr(async_call, "_MOST_OPEN", 10)
+    monkeypatch.setattr(async_call, "_NO_REPLY", PATIENCE)
     futures = []
     for number in range(200):
         futures.append(telegrad.submit("worker1", double, number))

@@ -37,10 +37,9 @@ from telegrad.errors import (
     WorkerLost,
 )
 from telegrad.locks import check_wait
-from telegrad.rpc.calls.arguments import in_words_of_caller
+from telegrad.rpc.calls.arguments import check_function, checked_worker, in_words_of_caller
 from telegrad.rpc.calls.futures import has_ended
 from telegrad.rpc.calls.outcome import describe_call, described_by_arguments
-from telegrad.rpc.calls.plain_arguments import check_function, checked_worker
 from telegrad.rpc.group import current
 from telegrad.rpc.references.fetch import register_reducer
 from telegrad.wire.function_names import function_named, name_of

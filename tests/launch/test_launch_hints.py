@@ -43,7 +43,7 @@ def test_a_worker_that_leaves_without_shutdown_is_named(tmp_path):
     code, _, err = run(tmp_path, "-n", "2", "script.py")
     assert code == 1
     assert LEFT_EARLY in err.splitlines()[-1]
-    assert "rpc.shutdown(), which is what keeps it serving until all are done" in err
+    assert "rpc.shutdown(), which keeps it serving until all are done" in err
 
 
 def test_so_is_one_that_never_joined(tmp_path):

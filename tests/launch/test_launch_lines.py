@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from telegrad.launch.failure_output import LastWords
-from telegrad.launch.output import LONGEST_LINE, Lines, Screen, wants_colour
+from telegrad.launch.output import LONGEST_LINE, ErrorOutput, Lines, Screen, wants_colour
 
 
 @given(st.lists(st.binary(max_size=20)))
@@ -98,16 +97,16 @@ OLD = [b"Traceback (most recent call last):", b"OSError: survived", b"going on"]
     ],
 )
 def test_last_words_are_the_last_traceback_with_its_causes(heard, words):
-    last = LastWords()
-    last.hear(heard, 0.0)
+    last = ErrorOutput()
+    last.add(heard, 0.0)
     assert last.lines() == words
 
 
 def test_a_worker_complains_when_its_traceback_begins():
-    last = LastWords()
-    assert last.complained_at(100.0) is None
-    last.hear(OLD, 100.0)
-    last.hear(CHAIN[:1], 200.0)
-    last.hear(CHAIN[1:], 201.0)
-    assert last.complained_at(201.5) == 200.0
-    assert last.complained_at(300.0) is None
+    last = ErrorOutput()
+    assert last.traceback_at(100.0) is None
+    last.add(OLD, 100.0)
+    last.add(CHAIN[:1], 200.0)
+    last.add(CHAIN[1:], 201.0)
+    assert last.traceback_at(201.5) == 200.0
+    assert last.traceback_at(300.0) is None

@@ -327,7 +327,7 @@ def test_what_the_failed_one_said_is_shown_last(tmp_path, script):
     """)
     code, _, err = run(tmp_path, "-n", "2", "script.py")
     assert code == 1
-    said, _, last = err.partition(b"; 1 other ended with it. It said:\n")
+    said, _, last = err.partition(b"; 1 other ended with it. Its last output:\n")
     assert b"[1] goodbye" in said
     assert last.startswith(b"[0] Traceback (most recent call last):\n")
     assert b"KeyError: 'the cause'" in last

@@ -286,7 +286,7 @@ def test_a_worker_that_does_not_end_is_killed(capsys):
 @pytest.mark.parametrize("is_lost_before", [True, False])
 def test_the_end_does_not_wait_for_a_worker_that_is_lost(capsys, monkeypatch, is_lost_before):
     """A worker that is stopped cannot leave the group, and does not end when it is asked to."""
-    monkeypatch.setattr(workers, "_GRACE", 60.0)  # it must not come to that, nor to a connection
+    monkeypatch.setattr(workers, "GRACE", 60.0)  # it must not come to that, nor to a connection
     group = telegrad.workers(
         "a", "b", heartbeat_interval=0.1, heartbeat_timeout=1.0, connect_timeout=60.0
     )
@@ -442,7 +442,7 @@ def test_no_worker_outlives_a_killed_starter(tmp_path):
     assert done.returncode == 0, done.stderr
     worker, word = done.stdout.split()
     assert word == "lost"
-    assert done.stderr == "telegrad: the process that keeps the workers has died\n"
+    assert done.stderr == "telegrad: the process that starts the workers has died\n"
     assert not is_alive(int(worker))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch.futures import Future
 
 from telegrad.rpc.calls.futures import CallFuture
-from telegrad.rpc.calls.kept_errors import fail
+from telegrad.rpc.calls.outcome import fail
 
 __all__ = ["collect_all", "wait_all"]
 

@@ -1,19 +1,20 @@
-"""Starts a program on several workers of this machine, and ends all of them together.
+"""Starts the workers of this machine, and ends all of them together.
 
-What it guarantees:
+`launch`, behind `telegrad run`, starts a program once per worker:
 
-- Each worker finds the environment that `torchrun` would give it (`environment`), at a port that
-  nobody else can get in the meantime (`ports`).
-- All of them are forked from one process, and lie at the same addresses; the program runs as Python
-  would run it (`nursery`).
-- Output arrives in whole lines, marked with the worker they are from (`output`).
-- When one worker fails, the others are ended, and what it said is shown last (`group`).
-- Nothing outlives the launcher, not even when it is killed and the workers have children of their
-  own (`custody`).
+- Each worker finds the environment that `torchrun` would give it, with a port that no other process
+  can take meanwhile (`environment`).
+- The workers are forked from one process, and run the program as Python would (`forking`).
+- Their output arrives in whole lines, marked with the worker (`output`).
+- When one worker fails, the others are ended, and its last output is shown last (`group`).
+- No process outlives the launcher, even if it is killed and the workers have children of their own
+  (`supervision`).
+
+`workers` starts workers of the process that calls it (`worker_starter`, `monitor`); `membership`
+lets a process join a group that another launcher has started.
 """
 
-from telegrad.launch.options import LaunchOptions
-from telegrad.launch.program import Program
+from telegrad.launch.program import LaunchOptions, Program
 from telegrad.launch.supervision import launch
 
 __all__ = ["LaunchOptions", "Program", "launch"]

@@ -1,23 +1,22 @@
 """Forks the workers of a group, and runs the program in each.
 
-It is started by its path, as `python forking.py DESCRIPTORS [--drop-in] [-m] PROGRAM ...`, with two
-descriptors for each worker's output. It prints their processes, or the error's number after a minus
-when there is no room for another, and ends: they become the launcher's, which adopts orphans. It
-imports nothing of telegrad's or torch's before it forks: what the program sets in its environment
-before it imports them counts.
+It runs by its path, as `python forking.py DESCRIPTORS [--drop-in] [-m] PROGRAM ...`, with two
+descriptors for each worker's output. It prints the workers' process ids (or, if a fork fails, the
+error number after a minus) and ends; the launcher, which adopts orphans, adopts them. It imports
+neither telegrad nor torch before it forks, so the program can still set environment variables for
+them.
 
-Why workers are forked at all: the system loads each program that it starts to other addresses,
-which whoever attacks it would have to guess, and forked ones stay where their parent was. A
-processor predicts branches by their addresses. Workers that share one push each other's predictions
-out if they are loaded to different places, although all of them run the same code: that is the
-likely reason for what was measured with three trainers and a server on two processors, where a step
-takes 17 % less time at the median of twelve pairs of runs (3 to 28 %) if all are forked from one.
+Workers are forked because forked processes share their addresses, while separately started ones are
+loaded to random addresses. A processor predicts branches by address, so workers that share one
+evict each other's predictions if their addresses differ, although they run the same code. With
+three trainers and a server on two processors, forking made a step 17 % faster (median of twelve
+pairs).
 
-(Rejected: no random addresses at all, `personality(ADDR_NO_RANDOMIZE)`. It gains as much, and makes
-every memory error easier to exploit.)
+(Rejected: `personality(ADDR_NO_RANDOMIZE)`. It gains as much, and makes every memory error easier
+to exploit.)
 
-The program sees what it would see under plain Python: it is `__main__`, `sys.argv` and `sys.path`
-begin with it, its tracebacks too, and processes that it spawns find its main module.
+The program sees what it would see under plain Python: it is `__main__`, `sys.argv`, `sys.path` and
+its tracebacks begin with it, and processes that it spawns find its main module.
 """
 
 from __future__ import annotations
@@ -32,19 +31,19 @@ _FLAGS = ("--drop-in", "-m")
 
 def main() -> None:
     _leave_path()
-    nursery = os.getpid()
+    parent = os.getpid()
     descriptors = [int(text) for text in sys.argv[1].split(",")]
     pipes = list(zip(descriptors[::2], descriptors[1::2], strict=True))
     for rank in range(len(pipes)):
         try:
             process = os.fork()
-        except OSError as error:  # told, and the launcher ends those that run
+        except OSError as error:  # the launcher reads it, and ends the workers that run
             os.write(1, f"-{error.errno}\n".encode())
             break
         if process == 0:
             _become(rank, pipes)
-            while os.getppid() == nursery:  # ends when all are forked
-                time.sleep(0.001)  # who looks who its parent is sees the one that it keeps
+            while os.getppid() == parent:  # ends when all are forked
+                time.sleep(0.001)  # so that the program sees its final parent
             _run(sys.argv[2:])
             return
         os.write(1, f"{process}\n".encode())
@@ -52,7 +51,7 @@ def main() -> None:
 
 
 def _leave_path() -> None:
-    """Python has put the directory of this file where that of the program belongs."""
+    """Removes this file's directory from the place of the program's."""
     if not _is_path_safe():
         del sys.path[0]
 
@@ -62,10 +61,11 @@ def _is_path_safe() -> bool:
 
 
 def _become(rank: int, pipes: list[tuple[int, int]]) -> None:
-    """A worker, in a session of its own: what the terminal sends goes to the launcher alone.
+    """Turns this process into a worker, in a session of its own: only the launcher gets the
+    terminal's signals.
 
-    Worker 0 gets the launcher's stdin unless that is a terminal, which a process of another session
-    cannot read; the others have none.
+    Worker 0 gets the launcher's stdin, unless that is a terminal, which a process of another
+    session cannot read. The others have none.
     """
     os.setsid()
     if rank != 0 or os.isatty(0):
@@ -81,7 +81,7 @@ def _become(rank: int, pipes: list[tuple[int, int]]) -> None:
 
 
 def _run(arguments: list[str]) -> None:
-    """Runs a program as Python does; what it raises has been shown as Python shows it."""
+    """Runs a program as Python does, and shows its exception as Python does."""
     flags = []
     while arguments[0] in _FLAGS:
         flags.append(arguments.pop(0))
@@ -89,7 +89,7 @@ def _run(arguments: list[str]) -> None:
         import telegrad
 
         telegrad.install()
-    # It stays in its place, as Python's own does: what outlives the program may look for it.
+    # It stays there, as Python's own does, for code that outlives the program.
     module = sys.modules["__main__"] = ModuleType("__main__")
     module.__builtins__ = sys.modules["builtins"]  # type: ignore[attr-defined]
     sys.argv[:] = arguments
@@ -142,8 +142,8 @@ def _run_script(path: str, module: ModuleType) -> None:
 
 
 def _was_idle(error: BaseException) -> bool:
-    """Whether Ctrl-C has ended a worker that only waited for the others, in `shutdown`: there is
-    nothing in its traceback that anybody looks for."""
+    """Whether Ctrl-C has ended a worker that only waited for others in `shutdown`, so that its
+    traceback is of no interest."""
     traceback = error.__traceback__
     while isinstance(error, KeyboardInterrupt) and traceback is not None:
         frame = traceback.tb_frame

@@ -1,5 +1,5 @@
-"""`telegrad.join`, for programs that a launcher starts once per worker, and what every process of a
-group can do, however it was started."""
+"""`telegrad.join`, for programs that a launcher starts once per worker, and functions for every
+process of a group, however it was started."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def join(
     timeout: float = 300.0,
     **options: Any,
 ) -> Membership:
-    """Joins the group of all processes that `torchrun` or another launcher has started.
+    """Joins the group of the processes that `torchrun` or another launcher has started.
 
     The launcher sets `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`. Every process runs the
     same program, and calls this once::
@@ -36,19 +36,19 @@ def join(
             if telegrad.name() == "driver":
                 train()
 
-    Returns when all processes have joined. The end of the block waits for all of them: the workers
-    serve the driver until its block ends. If the driver's block ends with an exception, or the
-    driver dies, the others end too.
+    Returns when all processes have joined. The end of the block waits for all of them, so the
+    workers serve the driver until its block ends. If the driver's block ends with an exception, or
+    the driver dies, the others end too.
 
     Args:
-        name: of this process, different from all others. By default "driver" for rank 0, and
+        name: this process's, different from all others. By default "driver" for rank 0, and
             "worker<rank>" for the others.
         rank, world_size: for launchers that do not set `RANK` and `WORLD_SIZE`.
         timeout: seconds to wait for the other processes.
         options: fields of `telegrad.rpc.RpcOptions`. Calls have no time limit by default.
 
     Raises:
-        TelegradError: a process did not come in time, two have the same name, or this one belongs
+        TelegradError: a process did not join in time, two have the same name, or this one belongs
             to a group already.
         TypeError, ValueError: the name or an option is invalid, or the launcher has not set a
             variable.
@@ -118,14 +118,14 @@ class Membership:
         return f"<{self.name!r} of {', '.join(map(repr, self.names))}>"
 
     def close(self, timeout: float = 0) -> None:
-        """Serves the others until all of them have called this too and no call is left, then leaves
-        the group. Processes that have died are not waited for. A second call does nothing.
+        """Serves the others until all of them have called this, too, and no call is open; then
+        leaves the group. Does not wait for processes that have died. A second call does nothing.
 
         Args:
             timeout: seconds to wait; 0 means no limit.
 
         Raises:
-            RpcTimeout: it took longer. This process leaves the group all the same.
+            RpcTimeout: it took longer. This process has left the group nevertheless.
         """
         self._leave(graceful=True, timeout=timeout)
 
@@ -138,7 +138,7 @@ def name() -> str:
     """The name of this process in its group.
 
     Raises:
-        NotInitialized: it belongs to none.
+        NotInitialized: it belongs to no group.
 
     Example::
 
@@ -151,8 +151,8 @@ def name() -> str:
 def manual_seed(seed: int) -> torch.Generator:
     """Seeds this process as `torch.manual_seed` does, and every other process of the group.
 
-    Each of the others gets a seed of its own, made from `seed` and its name: they draw different
-    numbers, which are the same in each run. Without a group it is `torch.manual_seed`.
+    The others get different seeds, made from `seed` and their names, which are the same in each
+    run. Without a group this is `torch.manual_seed`.
 
     Args:
         seed: a whole number.
@@ -161,7 +161,7 @@ def manual_seed(seed: int) -> torch.Generator:
         The generator of this process, as `torch.manual_seed` does.
 
     Raises:
-        WorkerLost: a worker has died, or does not answer.
+        WorkerLost: a worker has died or does not answer.
 
     Example::
 

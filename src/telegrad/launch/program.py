@@ -1,4 +1,4 @@
-"""What a worker runs: a script or a module, on Python, on torch's RPC or on telegrad's."""
+"""The launcher's options: the program that each worker runs, and how many workers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from importlib.machinery import PathFinder
 
 from telegrad.errors import LaunchError
+from telegrad.ids import MAX_WORKER_ID
 
-__all__ = ["Program"]
+__all__ = ["MOST_WORKERS", "LaunchOptions", "Program"]
+
+MOST_WORKERS = MAX_WORKER_ID + 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,9 +21,9 @@ class Program:
 
     Args:
         name: the path of a script, or the name of a module.
-        arguments: what it gets as `sys.argv[1:]`.
+        arguments: its `sys.argv[1:]`.
         is_module: whether it is run as `python -m` runs it.
-        drop_in: whether telegrad takes the place of torch's RPC before it starts.
+        drop_in: whether telegrad replaces torch's RPC before it starts.
     """
 
     name: str
@@ -29,7 +32,7 @@ class Program:
     drop_in: bool = False
 
     def check(self) -> None:
-        """Finds out here, once, what else every worker would complain about.
+        """Reports a missing program here, once, instead of on every worker.
 
         Raises:
             LaunchError: there is no such program, or it cannot be read.
@@ -39,7 +42,7 @@ class Program:
         else:
             self._check_script()
 
-    def arguments_of_nursery(self) -> list[str]:
+    def arguments_of_forking(self) -> list[str]:
         flags = ["--drop-in"] if self.drop_in else []
         flags += ["-m"] if self.is_module else []
         return [*flags, self.name, *self.arguments]
@@ -49,10 +52,10 @@ class Program:
             with open(self.name, "rb"):
                 return
         except FileNotFoundError:
-            raise LaunchError(f"there is no file {self.name!r}") from None
+            raise LaunchError(f"there is no file {self.name!r}: check the path") from None
         except IsADirectoryError:
             raise LaunchError(
-                f"{self.name!r} is a directory: name a script in it, or run a package by "
+                f"{self.name!r} is a directory: name a script in it, or run a package with "
                 "`-m package`"
             ) from None
         except PermissionError:
@@ -62,9 +65,45 @@ class Program:
 
     def _check_module(self) -> None:
         package = self.name.partition(".")[0]
-        # Looked for where `python -m` does. Its parts are not: that would import the package.
+        # Searched where `python -m` searches. Submodules are not: that would import the package.
         if PathFinder.find_spec(package, [os.getcwd(), *sys.path]) is None:
             hint = ""
             if self.name.endswith(".py") or os.sep in self.name:
-                hint = ": leave -m away to run a script"
+                hint = ": leave out -m to run a script"
             raise LaunchError(f"there is no module {self.name!r}{hint}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchOptions:
+    """Options of `launch`.
+
+    Args:
+        program: what each worker runs.
+        workers: how many to start.
+        master_port: where the workers meet; 0 takes a free one.
+        grace: seconds between asking workers to end and killing them.
+    """
+
+    program: Program
+    workers: int = 1
+    master_port: int = 0
+    grace: float = 10.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.workers <= MOST_WORKERS:
+            raise ValueError(f"workers must be within 1 and {MOST_WORKERS}, got {self.workers}")
+        if not 0 <= self.master_port < 1 << 16:
+            raise ValueError(f"master_port must be within 0 and 65535, got {self.master_port}")
+        if self.grace < 0:
+            raise ValueError(f"grace must not be negative, got {self.grace}")
+
+    @property
+    def threads(self) -> int | None:
+        """How many threads each worker's torch should use; None leaves it to torch.
+
+        The cores are divided among the workers. Otherwise every worker would start a thread per
+        core, and they would wait for each other. (torchrun gives each worker one thread.)
+        """
+        if self.workers == 1 or "OMP_NUM_THREADS" in os.environ:
+            return None
+        return max(1, len(os.sched_getaffinity(0)) // self.workers)

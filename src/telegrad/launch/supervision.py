@@ -1,16 +1,15 @@
-"""Two processes, so that neither's death leaves anything behind.
+"""`launch`: two processes, so that the death of either leaves no process behind.
 
 ::
 
-    front     the process that was started: gets the terminal's signals, passes them on, waits
+    front     the process that was started: passes the terminal's signals on, and waits
     └── keeper    in a process group of its own: starts the workers, reads their output, ends them
-        ├── worker 0    each in a session of its own; forked by the nursery, which ends by that
+        ├── worker 0    each in a session of its own; forked by `forking`, which then ends
         └── worker 1
 
-Both adopt orphans among their descendants. If the front is killed, a pipe tells the keeper, which
-ends the workers. If the keeper is killed, the workers and their children become the front's, which
-kills them. The keeper is outside of the front's process group, so that one `kill -9` does not get
-both.
+Both adopt orphans among their descendants. If the front is killed, a pipe closes, and the keeper
+ends the workers. If the keeper is killed, the front inherits the workers and their children, and
+kills them. The keeper is outside the front's process group, so one `kill -9` does not kill both.
 
 (Rejected: `PR_SET_PDEATHSIG` in each worker, which does nothing for the workers' own children.)
 """
@@ -26,23 +25,28 @@ import traceback
 from types import FrameType
 
 from telegrad.errors import LaunchError
-from telegrad.launch.descendants import adopt_orphans, descendants, signal_all
+from telegrad.launch.environment import reserve_port
 from telegrad.launch.group import PASSED_ON, Group
-from telegrad.launch.options import LaunchOptions
 from telegrad.launch.output import Screen, wants_colour
-from telegrad.launch.ports import reserve_port
-from telegrad.launch.signals import SignalInbox, only_noted
+from telegrad.launch.processes import (
+    SignalInbox,
+    adopt_orphans,
+    descendants,
+    only_noted,
+    signal_all,
+)
+from telegrad.launch.program import LaunchOptions
 
 __all__ = ["launch"]
 
 _INTERNAL_ERROR = 70  # EX_SOFTWARE
-_KEEPER_SECONDS = 5.0  # beyond the grace, for a keeper that nobody lets write its output
+_KEEPER_SECONDS = 5.0  # beyond the grace, for a keeper that is blocked in writing its output
 
 
 def launch(options: LaunchOptions) -> int:
     """Runs a program on several workers of this machine; returns when all of them have ended.
 
-    Call it from the main thread of a process that does nothing else: it forks, and takes over the
+    Call it from the main thread of a process that does nothing else: it forks, and handles the
     signals that end a program.
 
     Returns:
@@ -50,8 +54,8 @@ def launch(options: LaunchOptions) -> int:
         if this process got signal n.
 
     Raises:
-        LaunchError: nothing was started: no such program, the port is taken, or the system does not
-            let a process adopt orphans.
+        LaunchError: nothing was started, because there is no such program, the port is taken, or
+            the system does not let a process adopt orphans.
     """
     options.program.check()
     with reserve_port(options.master_port) as holder:
@@ -59,10 +63,9 @@ def launch(options: LaunchOptions) -> int:
         reader, writer = os.pipe()
         sys.stdout.flush()
         sys.stderr.flush()
-        # Whatever comes before both sides are ready for it waits.
+        # Signals wait until both processes are ready for them.
         signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
-        # Who was started by one that ignores the end of its children does so, too, and could not
-        # tell how a child has ended.
+        # A process inherits an ignored SIGCHLD, and could then not learn how a child has ended.
         signal.signal(signal.SIGCHLD, only_noted)
         keeper = os.fork()
         if keeper == 0:
@@ -76,11 +79,11 @@ def launch(options: LaunchOptions) -> int:
 
 
 def _keep(options: LaunchOptions, holder: socket.socket, front: int) -> None:
-    """The keeper's life. Does not return."""
+    """Runs the keeper. Does not return."""
     code = _INTERNAL_ERROR
     try:
         os.setpgid(0, 0)
-        # Writing from the background stops a process on terminals that are set so (stty tostop).
+        # On some terminals (stty tostop) writing from the background stops a process.
         signal.signal(signal.SIGTTOU, signal.SIG_IGN)
         adopt_orphans()
         out, err = (
@@ -97,7 +100,7 @@ def _keep(options: LaunchOptions, holder: socket.socket, front: int) -> None:
         except LaunchError as error:
             err.warn(str(error))
             code = 2
-    except BaseException:  # noqa: BLE001 - shown, and this process ends here in any case
+    except BaseException:  # noqa: BLE001 - shown; the process ends in any case
         traceback.print_exc()
     finally:
         os._exit(code)
@@ -106,8 +109,8 @@ def _keep(options: LaunchOptions, holder: socket.socket, front: int) -> None:
 class _Front:
     """Waits for the keeper, and passes signals on to it.
 
-    A second Ctrl-C kills everything at once; so does a keeper that has not ended a while after the
-    grace (it may be stuck in writing to a reader that does not read).
+    A second Ctrl-C kills all processes at once. So does a keeper that has not ended a while after
+    the grace period: it may be blocked in writing to a reader that does not read.
     """
 
     def __init__(self, keeper: int, grace: float) -> None:
@@ -124,14 +127,14 @@ class _Front:
             if signal.getsignal(signal.SIGTSTP) != signal.SIG_IGN:
                 signal.signal(signal.SIGTSTP, self._suspend)
             signal.signal(signal.SIGALRM, self._kill)
-            # Who started this may have blocked any of them.
+            # The parent may have blocked any of them.
             needed = (*PASSED_ON, signal.SIGALRM, signal.SIGCHLD)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, needed)
-            # Ends with the keeper, at the latest by _kill. Its number is still its own then,
-            # whatever signal comes just now.
+            # Ends with the keeper, at the latest by _kill. WNOWAIT keeps its process id reserved,
+            # in case a signal comes at this moment.
             ended = os.WEXITED | os.WNOWAIT | os.WNOHANG
             while os.waitid(os.P_PID, self._keeper, ended) is None:
-                inbox.wait()  # ends by any signal, also by that of the keeper's end
+                inbox.wait()  # ends with any signal, including that of the keeper's end
                 inbox.read()
             self._is_waiting = False
         _, status = os.waitpid(self._keeper, 0)  # has ended
@@ -144,7 +147,7 @@ class _Front:
 
     def _pass_on(self, number: int, _: FrameType | None) -> None:
         if not self._is_waiting:
-            return  # its pid may be another's by now
+            return  # its process id may be reused
         if self._signalled_by and number == signal.SIGINT:
             self._kill(number, None)
             return
@@ -154,7 +157,7 @@ class _Front:
         os.kill(self._keeper, number)
 
     def _suspend(self, _: int, __: FrameType | None) -> None:
-        """Ctrl-Z: nobody else would stop the workers, which are in sessions of their own."""
+        """Ctrl-Z: stops the workers, too, which are in sessions of their own."""
         signal_all(signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)  # returns when a shell says `fg` or `bg`
         signal_all(signal.SIGCONT)
@@ -164,8 +167,8 @@ class _Front:
             os.kill(self._keeper, signal.SIGKILL)
 
     def _sweep(self) -> None:
-        """Kills what the keeper has left: nothing, unless it was killed itself."""
+        """Kills the processes that the keeper has left: none, unless it was killed itself."""
         while descendants():
             signal_all(signal.SIGKILL)
             with contextlib.suppress(ChildProcessError):
-                os.waitpid(-1, 0)  # they are ours now, and have been killed
+                os.waitpid(-1, 0)  # this process has adopted and killed them

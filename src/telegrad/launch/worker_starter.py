@@ -1,10 +1,10 @@
 """Starts the workers of `telegrad.workers`: one process that imports torch once, then forks them.
 
 It runs as a script, in a session of its own: `python -u worker_starter.py CONTROL DESCRIPTORS`. The
-control socket leads to the driver. The starter reads a `Plan` from it, then commands: STOP asks all
-workers to leave their group and end, KILL kills them, KILL_ONE and a rank in two bytes kills one,
-and the end of the stream, which is the death of the driver, kills them too. It writes a line for
-each event: `joined NAME`, `ended NAME CODE`. It exits when all workers have.
+control socket leads to the driver. The starter reads a plan from it, then commands: STOP asks all
+workers to leave their group and end, KILL kills them, KILL_ONE and a rank in two bytes kills one.
+The end of the stream, which is the death of the driver, kills them too. The starter writes a line
+for each event: `joined NAME`, `ended NAME CODE`. It exits when all workers have.
 
 No worker outlives the driver: if the driver dies, this process notices (its socket closes, or its
 parent changes, in case a fork of the driver holds the socket); if this process dies, the system
@@ -16,8 +16,11 @@ definitions that the driver sends (`wire.definitions`).
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
+import faulthandler
+import logging
 import os
 import pickle
 import select
@@ -33,11 +36,12 @@ from typing import Any
 STOP, KILL, KILL_ONE = b"s", b"k", b"o"
 
 _PR_SET_PDEATHSIG = 1
-_LOOK_EVERY = 0.5  # seconds between looks at whether the driver is still the parent
+_LOOK_EVERY = 0.5  # seconds between checks that the driver is still the parent
+_PATIENCE = 0.2  # seconds for calls that still run: the driver has waited for those that it needs
 
 
 def receive(control: socket.socket) -> Any:
-    """Reads one pickled value, which its length precedes."""
+    """Reads one pickled value; its length precedes it."""
     length = int.from_bytes(_receive_exactly(control, 8), "big")
     return pickle.loads(_receive_exactly(control, length))
 
@@ -57,7 +61,7 @@ class _Worker:
     name: str
     rank: int
     process: int
-    stop: int  # a pipe: the worker ends when it can read a byte or the end from it
+    stop: int  # a pipe: the worker ends when it reads a byte or the end of it
 
 
 def main() -> None:
@@ -68,9 +72,9 @@ def main() -> None:
     plan = receive(control)
     sys.path[:] = plan["path"]
     sys.argv[:] = plan["argv"]
-    # Imported after the path is set, and before the forks: this is what takes the time.
-    import telegrad  # noqa: F401
-    from telegrad.launch import worker_life
+    # After the path is set, and before the forks, since importing torch takes the most time.
+    import telegrad.rpc
+    import telegrad.wire.by_value  # noqa: F401
 
     wake_reader, wake_writer = socket.socketpair()
     wake_writer.setblocking(False)
@@ -82,7 +86,7 @@ def main() -> None:
         stop_reader, stop_writer = os.pipe()
         with warnings.catch_warnings():
             # Python warns of threads at a fork. The only ones are those of numpy's BLAS, which
-            # knows about forks.
+            # handles forks.
             warnings.simplefilter("ignore", DeprecationWarning)
             process = os.fork()
         if process == 0:
@@ -96,14 +100,14 @@ def main() -> None:
             _become_worker(outputs[rank - 1], outputs)
             sys.modules["__main__"] = ModuleType("__main__")
             sys.modules["__main__"].__package__ = plan["package"]  # for relative imports
-            worker_life.live(name, rank, plan, control, stop_reader)
+            _run_worker(name, rank, plan, control, stop_reader)
             return
         os.close(stop_reader)
         workers[process] = _Worker(name, rank, process, stop_writer)
     for descriptor in descriptors:
         os.close(descriptor)
     _watch(workers, control, wake_reader, driver)
-    os._exit(0)  # unloading torch takes a while
+    os._exit(0)  # unloading torch takes long
 
 
 def _become_worker(own: tuple[int, int], outputs: list[tuple[int, int]]) -> None:
@@ -118,6 +122,40 @@ def _become_worker(own: tuple[int, int], outputs: list[tuple[int, int]]) -> None
     for pair in outputs:
         for descriptor in pair:
             os.close(descriptor)
+
+
+def _run_worker(name: str, rank: int, plan: Any, control: socket.socket, stop: int) -> None:
+    """Joins the group, and serves until `stop` holds a byte or is closed: the driver closes the
+    group, or has died. Does not return."""
+    import torch
+
+    from telegrad import rpc
+    from telegrad.rpc.group import current
+    from telegrad.wire import by_value
+
+    faulthandler.enable(all_threads=False)
+    os.environ.clear()
+    os.environ.update(plan["environment"])
+    os.chdir(plan["directory"])
+    if plan["threads"] is not None:
+        torch.set_num_threads(plan["threads"])
+    # By name, since the starter reads the plan before it imports torch.
+    torch.set_default_dtype(getattr(torch, plan["dtype"]))
+    by_value.travel(by_value.Role.AWAY)
+    options: rpc.RpcOptions = pickle.loads(plan["options"])
+    rpc.init_rpc(name, rank=rank, rpc_backend_options=options)
+    control.sendall(f"joined {name}\n".encode())
+    control.close()
+    os.read(stop, 1)
+    worker = current.acting()
+    if worker is not None:  # a call may have ended it already
+        logging.getLogger("telegrad.rpc").setLevel(logging.ERROR)  # it gives up calls on purpose
+        worker.close(patience=_PATIENCE)
+    # Exit without unloading torch, which takes half a second, but run the program's exit handlers.
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _watch(
@@ -161,7 +199,7 @@ def _reap(workers: dict[int, _Worker], control: socket.socket) -> None:
             worker = workers.pop(process)
             os.close(worker.stop)
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process, signal.SIGKILL)  # what the worker has left behind
+                os.killpg(process, signal.SIGKILL)  # processes that the worker has left behind
             code = os.waitstatus_to_exitcode(status)
             with contextlib.suppress(OSError):  # the driver has died
                 control.sendall(f"ended {worker.name} {code}\n".encode())

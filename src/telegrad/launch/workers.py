@@ -7,12 +7,9 @@
         ├── a           rank 1; in a session of its own, so Ctrl-C reaches the driver only
         └── b           rank 2
 
-The group is an open one, so that each process joins by itself: a worker that dies while it starts
-is reported at once, and is not waited for. Its meeting place is a file that only this user can
-open, and connections are Unix sockets, so nothing listens on a network.
-
-A thread of the driver reads what the workers print, and writes it to `sys.stdout` and `sys.stderr`,
-whatever these are at that moment: in a notebook, the output of the cell.
+The group is an open one, so each process joins by itself, and a worker that dies while it starts is
+reported at once. Its meeting place is a file that only this user can open, and connections are Unix
+sockets, so nothing listens on a network.
 
 (Rejected: `multiprocessing`. Its children import the main script again, which then needs a guard,
 and does not exist in a notebook.)
@@ -24,17 +21,13 @@ import atexit
 import contextlib
 import os
 import pickle
-import selectors
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -42,9 +35,8 @@ import torch
 from telegrad import rpc
 from telegrad.errors import LaunchError, TelegradError
 from telegrad.forks import leave_at_fork
-from telegrad.launch.failure_output import LastWords
-from telegrad.launch.worker_process import Stream
-from telegrad.launch.worker_starter import KILL, KILL_ONE, STOP
+from telegrad.launch.monitor import GRACE, Monitor, write
+from telegrad.launch.worker_starter import KILL, STOP
 from telegrad.rpc.group import current
 from telegrad.rpc.group.worker import Worker
 from telegrad.rpc.group.worker_info import WorkerInfo
@@ -56,7 +48,6 @@ DRIVER = "driver"
 """The name of the process that starts the workers."""
 
 _STARTER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "worker_starter.py")
-_GRACE = 5.0  # seconds between asking workers to end and killing them
 
 _current: Workers | None = None
 
@@ -66,30 +57,30 @@ def workers(
 ) -> Workers:
     """Starts workers on this machine; this process becomes "driver".
 
-    The workers are there when the call returns. They end with the `with` block, by `close()`, or
-    with this process, however that ends::
+    The workers run when the call returns. They end with the `with` block, with `close()`, or with
+    this process, however that ends::
 
         with telegrad.workers("a", "b"):
             ...
 
     Functions and classes of `__main__`, a script or a notebook, are sent to the workers by value;
     those of modules are imported there, with this process's `sys.path` and working directory. The
-    script is not run again, so it needs no `if __name__ == "__main__"`. Environment variables and
-    `torch.get_default_dtype()` are there as they are here at that moment.
+    script is not run again, so it needs no `if __name__ == "__main__"`. The workers start with this
+    process's environment variables and `torch.get_default_dtype()`.
 
-    Called again at the top level, as when a notebook's cell is run twice, it closes the former
+    A second call at the top level, as when a notebook's cell is run twice, closes the earlier
     workers first.
 
     Args:
-        names: of the workers; or one number n, for "worker1" to "worker<n>".
-        timeout: seconds that the start may take.
+        names: the workers' names; or one number n, for "worker1" to "worker<n>".
+        timeout: seconds to wait for the workers to start.
         threads: threads of torch on each worker. By default the cores divided by the workers, or
             `OMP_NUM_THREADS` if that is set.
         options: fields of `telegrad.rpc.RpcOptions`. Calls have no time limit by default.
 
     Raises:
-        LaunchError: a worker has failed to start, with what it printed; or workers run already, in
-            a `with` block that has not ended.
+        LaunchError: a worker has failed to start (the error quotes its output); or workers run
+            already, in a `with` block that has not ended.
         TelegradError: this process belongs to another group.
         TypeError, ValueError: a name or an option is invalid.
     """
@@ -117,8 +108,8 @@ def workers(
 def _refuse_own(allow: Iterable[Any]) -> None:
     """
     Raises:
-        ValueError: the allow-list names something of this script: that is sent by value, which no
-            allow-list lets in.
+        ValueError: the allow-list names a function or class of this script. Those are sent by
+            value, which workers with an allow-list refuse.
     """
     for entry in allow:
         if isinstance(entry, str):
@@ -149,12 +140,12 @@ class Workers:
         self._depth = 0  # `with` blocks that have not ended
         self._directory = ""
         self._starter: subprocess.Popen[bytes] | None = None
-        self._monitor: _Monitor | None = None
+        self._monitor: Monitor | None = None
         self._driver: Worker | None = None  # this process's
 
     def __enter__(self) -> Workers:
         if self._is_closed:
-            raise LaunchError(f"{self!r}: start new ones by telegrad.workers(...)")
+            raise LaunchError(f"{self!r}: start new ones with telegrad.workers(...)")
         self._depth += 1
         return self
 
@@ -177,14 +168,14 @@ class Workers:
         return _elsewhere, (self.names,)
 
     def close(self, timeout: float = 0) -> None:
-        """Waits for the calls that this process has made and not waited for, then ends the workers.
-        Returns when they are gone. A second call does nothing.
+        """Waits for this process's open calls, then ends the workers. Returns when they have ended.
+        A second call does nothing.
 
         Args:
             timeout: seconds to wait for those calls; 0 means no limit.
 
         Raises:
-            RpcTimeout: a call took longer. The workers are ended all the same.
+            RpcTimeout: a call took longer. The workers have ended nevertheless.
         """
         self._close(graceful=True, timeout=timeout)
 
@@ -271,7 +262,7 @@ class Workers:
             theirs.close()
             for writer in writers:
                 os.close(writer)
-        self._monitor = _Monitor(self.names, self._starter, ours, readers)
+        self._monitor = Monitor(self.names, self._starter, ours, readers)
         with contextlib.suppress(OSError):  # the starter has died: found out below
             ours.sendall(len(plan).to_bytes(8, "big") + plan)
 
@@ -298,7 +289,7 @@ class Workers:
         network = driver.agent.network
 
         def lost(rank: int, reason: str) -> None:
-            if network.given_up.get(rank) == reason:  # it is silent, and may never end by itself
+            if network.given_up.get(rank) == reason:  # it is silent and may never end by itself
                 monitor.kill(self.names[rank - 1])
 
         network.watch_losses(lost)
@@ -312,11 +303,11 @@ class Workers:
         if starter is None or monitor is None:
             return
         try:
-            # Each wait ends with the starter, whose end is that of all workers, or in time.
+            # Each wait ends when the starter does, after all workers, or at its timeout.
             for command in (STOP, KILL) if self._has_started else (KILL,):
                 monitor.send(command)
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    starter.wait(_GRACE)
+                    starter.wait(GRACE)
                     break
         finally:
             starter.kill()
@@ -324,7 +315,7 @@ class Workers:
             monitor.finish()
 
     def leave_to_parent(self) -> None:
-        """In a process that was forked from the driver: the workers are the parent's."""
+        """In a process forked from the driver: the workers belong to the parent."""
         global _current
         self._is_closed = self._is_ending = True
         if _current is self:
@@ -336,200 +327,10 @@ class Workers:
 
 
 def _elsewhere(names: tuple[str, ...]) -> Workers:
-    """The names, for a worker that uses a global variable of the driver: it cannot close them."""
+    """The group as a worker sees it in a global variable of the driver: it cannot close it."""
     group = Workers(names)
     group._is_closed = group._is_ending = True
     return group
-
-
-class _Monitor:
-    """Reads what the workers print and what the starter reports, on a thread of its own."""
-
-    def __init__(
-        self,
-        names: tuple[str, ...],
-        process: subprocess.Popen[bytes],
-        control: socket.socket,
-        readers: list[int],
-    ) -> None:
-        self._names = names
-        self._process = process  # the starter
-        self._control = control
-        self._changed = threading.Condition()  # guards the two below
-        self._joined: set[str] = set()
-        self._ended: dict[str, int] = {}
-        self._sent: set[bytes] = set()  # commands to the starter
-        self._killed: set[str] = set()  # workers that were lost when they were to end
-        self._reports = b""
-        self._starter = Stream(0, readers[-1])
-        self._starter_words = LastWords()
-        self._starter_has_ended = False
-        self._words = {name: LastWords() for name in names}
-        self._streams = {
-            name: (Stream(0, readers[2 * i]), Stream(0, readers[2 * i + 1]))
-            for i, name in enumerate(names)
-        }
-        self._thread = threading.Thread(target=self._run, name="telegrad-workers", daemon=True)
-        self._thread.start()
-
-    def send(self, command: bytes) -> None:
-        self._sent.add(command)
-        with contextlib.suppress(OSError):  # the starter has ended
-            self._control.sendall(command)
-
-    def kill(self, name: str) -> None:
-        self._killed.add(name)
-        rank = self._names.index(name) + 1
-        with contextlib.suppress(OSError):  # the starter has ended
-            self._control.sendall(KILL_ONE + rank.to_bytes(2, "big"))
-
-    def wait_until_joined(self, deadline: float, seconds: float) -> None:
-        """
-        Raises:
-            LaunchError: a worker, or the starter, has ended; or the time is over.
-        """
-        with self._changed:
-            self._changed.wait_for(
-                lambda: (
-                    self._ended or self._starter_has_ended or len(self._joined) == len(self._names)
-                ),
-                max(0.0, deadline - time.monotonic()),
-            )
-            ended, joined = dict(self._ended), set(self._joined)
-            starter_has_ended = self._starter_has_ended
-        if ended:
-            name, code = next(iter(ended.items()))
-            how = _end_in_words(f"worker {name!r}", code)
-            raise LaunchError(f"{how} before it had joined{_quoted(self._words[name])}")
-        missing = [name for name in self._names if name not in joined]
-        if not missing:
-            return
-        if starter_has_ended:
-            how = _end_in_words("the process that starts them", self._process.wait())
-            raise LaunchError(
-                f"{_listed(missing)} cannot be started: {how}{_quoted(self._starter_words)}"
-            )
-        raise LaunchError(
-            f"{_listed(missing)} did not start within {seconds:g} s; workers(..., timeout=...) "
-            f"sets this limit{_quoted(self._words[missing[0]])}"
-        )
-
-    def finish(self) -> None:
-        """All processes have ended: shows what is left of their output."""
-        self._thread.join()  # ends at the end of the control stream, which they held
-        self._control.close()
-
-    def leave_to_parent(self) -> None:
-        self._control.close()
-        for stream in (self._starter, *(s for pair in self._streams.values() for s in pair)):
-            stream.close()
-
-    # -- on the thread
-
-    def _run(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            watch = partial(selector.register, events=selectors.EVENT_READ)
-            watch(self._control, data=None)
-            watch(self._starter.descriptor, data=(None, self._starter))
-            for name, pair in self._streams.items():
-                for stream in pair:
-                    watch(stream.descriptor, data=(name, stream))
-            is_open = True
-            while is_open:  # ends with the last process that holds the control stream
-                for key, _ in selector.select():
-                    if key.data is None:
-                        is_open = self._read_reports(selector)
-                        continue
-                    name, stream = key.data
-                    if not stream.has_ended():
-                        self._show(name, stream, stream.read())
-                        if stream.has_ended():
-                            selector.unregister(key.fd)
-            for name in self._names:
-                self._drain(name, selector)
-            self._starter_words.hear(self._starter.finish(), time.monotonic())
-            if not self._sent and len(self._joined) == len(self._names) > len(self._ended):
-                _write(sys.stderr, "telegrad: the process that keeps the workers has died\n")
-            with self._changed:
-                self._starter_has_ended = True
-                self._changed.notify_all()
-
-    def _read_reports(self, selector: selectors.BaseSelector) -> bool:
-        try:
-            data = self._control.recv(1 << 12)
-        except ConnectionResetError:  # the starter died before it had read everything
-            data = b""
-        *lines, self._reports = (self._reports + data).split(b"\n")
-        for line in lines:
-            event, name, *code = line.decode().split()
-            if event == "ended":
-                self._drain(name, selector)
-                if name in self._joined:
-                    self._report_end(name, int(code[0]))
-            with self._changed:
-                if event == "ended":
-                    self._ended[name] = int(code[0])
-                else:
-                    self._joined.add(name)
-                self._changed.notify_all()
-        return bool(data)
-
-    def _report_end(self, name: str, code: int) -> None:
-        if code == 0 and STOP in self._sent:
-            return
-        how = _end_in_words(f"worker {name!r}", code)
-        if code == -signal.SIGKILL and name in self._killed:
-            how = f"worker {name!r} was lost and has been killed"
-        elif code == -signal.SIGKILL and KILL in self._sent:
-            how = f"worker {name!r} did not end within {_GRACE:g} s and was killed"
-        _write(sys.stderr, f"telegrad: {how}\n")
-
-    def _drain(self, name: str, selector: selectors.BaseSelector) -> None:
-        """Shows the last output of a worker that has ended."""
-        for stream in self._streams[name]:
-            if not stream.has_ended():
-                selector.unregister(stream.descriptor)
-                self._show(name, stream, stream.finish())
-
-    def _show(self, name: str | None, stream: Stream, lines: Sequence[bytes]) -> None:
-        if name is None:
-            self._starter_words.hear(lines, time.monotonic())
-            return
-        is_err = stream is self._streams[name][1]
-        if is_err:
-            self._words[name].hear(lines, time.monotonic())
-        text = "".join(f"[{name}] {line.decode(errors='replace')}\n" for line in lines)
-        _write(sys.stderr if is_err else sys.stdout, text)
-
-
-def _write(stream: Any, text: str) -> None:
-    if text and stream is not None:
-        try:
-            encoding = getattr(stream, "encoding", None) or "utf-8"
-            stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
-            stream.flush()
-        except (OSError, ValueError):
-            pass  # the stream is closed: there is no place left to show it
-
-
-def _listed(names: Sequence[str]) -> str:
-    return f"{'worker' if len(names) == 1 else 'workers'} {', '.join(map(repr, names))}"
-
-
-def _end_in_words(what: str, code: int) -> str:
-    if code >= 0:
-        return f"{what} ended with exit code {code}"
-    try:
-        text = signal.Signals(-code).name
-    except ValueError:  # a real-time signal has no name
-        text = f"signal {-code}"
-    hint = " (out of memory?)" if -code == signal.SIGKILL else ""
-    return f"{what} was killed by {text}{hint}"
-
-
-def _quoted(words: LastWords) -> str:
-    lines = [line.decode(errors="replace") for line in words.lines()]
-    return ". It printed:\n" + "\n".join(f"    {line}" for line in lines) if lines else ""
 
 
 # -- arguments
@@ -587,7 +388,7 @@ def _threads_for(size: int, asked: int | None) -> int | None:
 
 
 def _make_room() -> None:
-    """Closes the workers of an earlier call, if that was made at the top level."""
+    """Closes the workers of an earlier call at the top level."""
     if not rpc.is_initialized():
         if _current is not None:
             _current._close(graceful=False)
@@ -596,7 +397,7 @@ def _make_room() -> None:
     if _current is None or name != DRIVER:
         raise TelegradError(
             f"this process is worker {name!r} of a group, and telegrad.workers() would start "
-            "another one: start all workers in the first call, or leave this group before, by "
+            "another one: start all workers in the first call, or leave this group first, by "
             "closing what join() returned or by rpc.shutdown()"
         )
     if _current._depth:
@@ -604,5 +405,5 @@ def _make_room() -> None:
             f"{_current!r} is in use by a `with` block that has not ended: use these workers, or "
             "start others after the block"
         )
-    _write(sys.stderr, f"telegrad: closing {_current!r} to start new workers\n")
+    write(sys.stderr, f"telegrad: closing {_current!r} to start new workers\n")
     _current._close(graceful=False)

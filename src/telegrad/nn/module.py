@@ -36,8 +36,7 @@ from telegrad.nn.module_there import (
     set_extra_state,
 )
 from telegrad.remote_calls import RemoteFuture, refuse_history
-from telegrad.rpc.calls.arguments import in_words_of_caller
-from telegrad.rpc.calls.plain_arguments import checked_worker
+from telegrad.rpc.calls.arguments import checked_worker, in_words_of_caller
 from telegrad.rpc.group.worker_info import WorkerInfo
 from telegrad.rpc.references.fetch import register_reducer
 from telegrad.tensors.fetching import Together

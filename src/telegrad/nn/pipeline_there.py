@@ -45,8 +45,7 @@ from telegrad.nn.pipeline_ends import (
     arrive_at_driver,
     gradients_at_driver,
 )
-from telegrad.rpc.calls.kept_errors import fail, without_frames
-from telegrad.rpc.calls.outcome import as_exception, described_by_arguments
+from telegrad.rpc.calls.outcome import as_exception, described_by_arguments, fail, without_frames
 from telegrad.rpc.functions import async_execution
 from telegrad.rpc.group import current
 from telegrad.tensors.table import (

@@ -23,7 +23,6 @@ from telegrad.rpc.group import current
 from telegrad.rpc.group.options import UNSET_RPC_TIMEOUT, RpcOptions, checked_timeout
 from telegrad.rpc.group.worker import Worker, start_worker
 from telegrad.rpc.group.worker_info import WorkerInfo
-from telegrad.rpc.references.lookup import set_table_lookup
 from telegrad.rpc.references.rref import RRef
 
 __all__ = [
@@ -43,8 +42,6 @@ _log = logging.getLogger("telegrad.rpc")
 _init_lock = renewed(threading.Lock())  # one thread starts or ends the process's worker
 _collecting = threading.local()
 
-set_table_lookup(lambda: current.current().references.table)
-
 
 def init_rpc(
     name: str,
@@ -55,13 +52,13 @@ def init_rpc(
     *,
     store: Store | None = None,
 ) -> None:
-    """Makes this process a worker: it can call others from now on, and be called.
+    """Makes this process a worker, which can call others and be called.
 
-    Returns when all workers of the group are there, or, in an open group, at once.
+    Returns when all workers of the group have joined; in an open group at once.
 
     Args:
         name: unique in the group; letters, digits, `_`, `:` and `-`.
-        backend: there is one; the argument is kept for programs that pass None.
+        backend: must be None; there is only one.
         rank: the worker's id, from 0. By default `RANK` of the environment.
         world_size: the size of the group. None takes `WORLD_SIZE` of the environment if no rank is
             given either; otherwise it means an open group, which workers join and leave.
@@ -69,9 +66,9 @@ def init_rpc(
         store: where the workers meet, instead of `init_method`.
 
     Raises:
-        TelegradError: this process is a worker already, the name cannot be one, or the group did
-            not come together within `RpcOptions.rpc_timeout`.
-        TypeError, ValueError: arguments or options that cannot be.
+        TelegradError: this process is a worker already, the name is invalid, or the group did not
+            come together within `RpcOptions.rpc_timeout`.
+        TypeError, ValueError: an argument or option is invalid.
     """
     if isinstance(backend, RpcOptions):
         raise TypeError("pass options by name: init_rpc(name, rpc_backend_options=RpcOptions(...))")
@@ -85,8 +82,8 @@ def init_rpc(
             f"rpc_backend_options must be an RpcOptions, got a {type(options).__name__}: write "
             "RpcOptions(...), or call telegrad.install() first to use the options of torch's RPC"
         )
-    options = replace(options)  # they can be changed: this checks them again
-    WorkerInfo(name, rank)  # a name that cannot be is refused before anybody is met
+    options = replace(options)  # checks them again, since they can be changed
+    WorkerInfo(name, rank)  # refuses an invalid name before it meets other workers
     with _init_lock:
         if current.is_set():
             raise TelegradError("RPC is already initialized: call shutdown() first")
@@ -102,13 +99,12 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
     """Ends this process's part in the group. Afterwards `init_rpc` may be called again.
 
     Args:
-        graceful: waits until all workers have called it and no work is left anywhere. A worker
-            that has died is not waited for. Otherwise ends at once: whatever others still have to
-            do with this worker fails there, and what waits here for any worker, fails here.
-        timeout: seconds that a graceful end may take; 0 is no limit.
+        graceful: wait until all living workers have called it and no work is left anywhere.
+            Otherwise this worker ends at once: calls from others to it, and its own calls, fail.
+        timeout: seconds that a graceful end may take; 0 means no limit.
 
     Raises:
-        RpcTimeout: it took longer. The worker is ended all the same.
+        RpcTimeout: it took longer. The worker has ended nevertheless.
     """
     timeout = checked_timeout(timeout)
     with _init_lock:
@@ -132,28 +128,24 @@ def rpc_sync(
     Args:
         to: a worker's name, rank or `WorkerInfo`; also this worker itself.
         func: a function, method, class, torch builtin or TorchScript function. Lambdas and closures
-            work, but are sent whole, and slower.
+            work, but are sent by value, which is slower.
         args, kwargs: its arguments: a tuple or list, and a mapping. One argument is `args=(x,)`.
             Tensors in them arrive as copies.
-        timeout: seconds; 0 is no limit, and so is infinity. By default, or by -1, that of
+        timeout: seconds; 0 or infinity means no limit. The default, or -1, is
             `RpcOptions.rpc_timeout`.
 
     Raises:
         RpcTimeout: the reply did not come in time; the function may still be running.
-        WorkerLost: the worker died, or cannot be reached.
-        SerializationError: an argument or the result cannot be sent; it says which.
+        WorkerLost: the worker has died or cannot be reached.
+        SerializationError: an argument or the result cannot be sent; the error says which.
         TypeError: `func`, `args` or `kwargs` is not of the right type; nothing was sent.
         TypeError, ValueError: the timeout is not a number, or negative.
-        Exception: whatever the function raised; its cause holds the remote traceback.
+        Exception: raised by the function; its cause holds the remote traceback.
     """
-    if type(args) is not tuple or kwargs is not None or misplaced or not callable(func):
-        args, kwargs = checked_call("rpc_sync", func, args, kwargs, misplaced)
-    if timeout != UNSET_RPC_TIMEOUT:
-        timeout = checked_timeout(timeout)
-    worker = current.current()
-    return worker.agent.call(
-        _id_of(worker, to), func, args, kwargs, None if timeout < 0 else timeout
+    worker, worker_id, args, kwargs, seconds = _prepared(
+        "rpc_sync", to, func, args, kwargs, timeout, misplaced
     )
+    return worker.agent.call(worker_id, func, args, kwargs, seconds)
 
 
 def rpc_async(
@@ -164,16 +156,13 @@ def rpc_async(
     timeout: float = UNSET_RPC_TIMEOUT,
     **misplaced: NoReturn,
 ) -> Future[Any]:
-    """The same as `rpc_sync`, but returns a future at once. What `rpc_sync` would raise, the
-    future's `wait` does; an argument that cannot be sent is raised here."""
-    if type(args) is not tuple or kwargs is not None or misplaced or not callable(func):
-        args, kwargs = checked_call("rpc_async", func, args, kwargs, misplaced)
-    if timeout != UNSET_RPC_TIMEOUT:
-        timeout = checked_timeout(timeout)
-    worker = current.current()
-    future = worker.agent.call_async(
-        _id_of(worker, to), func, args, kwargs, None if timeout < 0 else timeout
+    """Like `rpc_sync`, but returns a future at once. The future's `wait` raises what `rpc_sync`
+    would
+    raise, except that an argument that cannot be sent raises here."""
+    worker, worker_id, args, kwargs, seconds = _prepared(
+        "rpc_async", to, func, args, kwargs, timeout, misplaced
     )
+    future = worker.agent.call_async(worker_id, func, args, kwargs, seconds)
     collected: list[Future[Any]] | None = getattr(_collecting, "futures", None)
     if collected is not None:
         collected.append(future)
@@ -191,52 +180,46 @@ def remote(
     """Runs `func` on worker `to`, which keeps the result, and returns a reference to it at once.
 
     Args:
-        timeout: seconds within which the value must have been made. If it has not, uses of the
-            reference that begin later raise an `RRefError`; the function may still be running. 0 is
-            no limit. By default the owner must have taken note of the call within
-            `RpcOptions.rpc_timeout`, and the function may take as long as it needs.
+        timeout: seconds within which the value must be made. After that, new uses of the reference
+            raise an `RRefError`; the function may still be running. 0 means no limit. By default
+            the owner must register the call within `RpcOptions.rpc_timeout`, and the function has
+            no limit.
     """
-    if type(args) is not tuple or kwargs is not None or misplaced or not callable(func):
-        args, kwargs = checked_call("remote", func, args, kwargs, misplaced)
-    if timeout != UNSET_RPC_TIMEOUT:
-        timeout = checked_timeout(timeout)
-    worker = current.current()
-    return worker.references.remote(
-        _id_of(worker, to), func, args, kwargs, None if timeout < 0 else timeout
+    worker, worker_id, args, kwargs, seconds = _prepared(
+        "remote", to, func, args, kwargs, timeout, misplaced
     )
+    return worker.references.remote(worker_id, func, args, kwargs, seconds)
 
 
-def _id_of(worker: Worker, to: str | int | WorkerInfo) -> int:
+def _prepared(
+    caller: str,
+    to: str | int | WorkerInfo,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None,
+    kwargs: dict[str, Any] | None,
+    timeout: float,
+    misplaced: dict[str, NoReturn],
+) -> tuple[Worker, int, Sequence[Any], dict[str, Any] | None, float | None]:
+    """This worker, the id of the other one, and the checked arguments and timeout of a call."""
+    if type(args) is not tuple or kwargs is not None or misplaced or not callable(func):
+        args, kwargs = checked_call(caller, func, args, kwargs, misplaced)
+    seconds = None if timeout == UNSET_RPC_TIMEOUT else checked_timeout(timeout)
+    worker = current.current()
     if isinstance(to, WorkerInfo):
-        return to.id
-    worker_id = worker.agent.network.members.id_of(to) if isinstance(to, str) else None
-    return worker_id if worker_id is not None else _find(worker, to).id
-
-
-def _find(worker: Worker, to: str | int) -> WorkerInfo:
-    network = worker.agent.network
-    info: WorkerInfo | None = None
-    if isinstance(to, str):
-        info = network.members.find(to)
-    elif isinstance(to, int) and not isinstance(to, bool):
-        name = network.members.name_of(to)
-        info = WorkerInfo(name, to) if name is not None else None
-    else:
-        raise ValueError(
-            f"a worker is named by its name, rank or WorkerInfo, got a {type(to).__name__}"
-        )
-    if info is None:
-        names = ", ".join(member.name for member in network.members.infos())
-        raise TelegradError(
-            f"could not find destination {to!r}: the workers of this group are {names}"
-        )
-    return info
+        return worker, to.id, args, kwargs, seconds
+    members = worker.agent.network.members
+    worker_id = members.id_of(to) if isinstance(to, str) else None
+    if worker_id is None:
+        worker_id = members.named(to).id
+    return worker, worker_id, args, kwargs, seconds
 
 
 def get_worker_info(worker_name: str | int | None = None) -> WorkerInfo:
     """A worker's name and id; without an argument, this worker's."""
     worker = current.current()
-    return worker.info if worker_name is None else _find(worker, worker_name)
+    if worker_name is None:
+        return worker.info
+    return worker.agent.network.members.named(worker_name)
 
 
 def get_rpc_timeout() -> float:
@@ -250,7 +233,7 @@ def _set_rpc_timeout(seconds: float) -> None:
 
 @contextlib.contextmanager
 def _wait_all() -> Iterator[None]:
-    """Waits, at its end, for all futures that `rpc_async` gave to this thread within it."""
+    """Waits, at its end, for all futures that `rpc_async` returned to this thread within it."""
     _collecting.futures = []
     try:
         yield
@@ -264,11 +247,11 @@ def _wait_all() -> Iterator[None]:
 def _all_gather(
     obj: Any, worker_names: Iterable[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> dict[str, Any]:
-    """What each worker has passed to this function, by worker name; all must call it.
+    """The objects that the workers have passed to this function, by worker name; all must call it.
 
     Args:
-        worker_names: the workers that take part, this one among them; by default all.
-        timeout: seconds; by default that of calls, 0 is no limit.
+        worker_names: the participants, including this worker; by default all.
+        timeout: seconds; by default that of calls, 0 means no limit.
 
     Raises:
         RpcTimeout, WorkerLost
@@ -276,9 +259,10 @@ def _all_gather(
     if timeout != UNSET_RPC_TIMEOUT:
         timeout = checked_timeout(timeout)
     worker = current.current()
-    members = worker.agent.network.members.infos()
+    group = worker.agent.network.members
+    members = group.infos()
     if worker_names is not None:
-        members = [_find(worker, name) for name in sorted(set(worker_names))]
+        members = [group.named(name) for name in sorted(set(worker_names))]
     seconds = worker.agent.rpc_timeout if timeout < 0 else timeout
     try:
         found = worker.gatherings.gather([m.id for m in members], obj, timeout=seconds)
@@ -292,7 +276,7 @@ def _all_gather(
 
 
 def _barrier(worker_names: Iterable[str]) -> None:
-    """Waits until each of the workers has called it. A failure is logged, as upstream does."""
+    """Waits until each of the workers has called it. Logs failures, as upstream does."""
     try:
         _all_gather(None, worker_names)
     except TelegradError:

@@ -12,7 +12,7 @@ from torch.futures import Future
 from telegrad.errors import NotAllowed, TelegradError
 from telegrad.ids import RRefId
 from telegrad.rpc.calls.outcome import describe_function
-from telegrad.rpc.references.lookup import current_table
+from telegrad.rpc.group.current import current_table
 from telegrad.rpc.references.records import OwnerEntry
 from telegrad.wire.allowed.allow_list import AllowList
 
@@ -22,10 +22,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def async_execution(fn: F) -> F:
-    """Marks a function whose result is a `torch.futures.Future` of the real result.
+    """Marks a function that returns a `torch.futures.Future` of its result.
 
     The worker that runs it does not wait: the caller gets the reply when the future is done, and
-    no thread is parked meanwhile. Put it *below* `staticmethod` and `classmethod`::
+    no thread is blocked meanwhile. Put it *below* `staticmethod` and `classmethod`::
 
         @rpc.functions.async_execution
         def relay(to, x):
@@ -39,7 +39,7 @@ def async_execution(fn: F) -> F:
         return fn(*args, **kwargs)
 
     if isinstance(fn, torch.jit.ScriptFunction):
-        # Others find it by its name, which a script function does not tell in the usual way.
+        # Others find it by its name, which a script function keeps elsewhere.
         path = fn.qualified_name.removeprefix("__torch__.")
         module, _, wrapper.__qualname__ = path.rpartition(".")
         wrapper.__module__ = module or "__main__"
@@ -49,12 +49,12 @@ def async_execution(fn: F) -> F:
 
 
 def checked_future(func: Callable[..., Any], value: Any) -> Future[Any]:
-    """What a function marked with `async_execution` has returned, if it is a future.
+    """The return value of a function marked with `async_execution`, if it is a future.
 
     Raises:
-        TelegradError: it is none.
+        TelegradError: it is not a future.
     """
-    if isinstance(value, torch._C.Future):  # what `then` returns is of torch's own base class
+    if isinstance(value, torch._C.Future):  # the type that `then` returns
         return value  # type: ignore[return-value]
     if isinstance(func._wrapped_async_rpc_function, torch.jit.ScriptFunction):  # type: ignore[attr-defined]
         raise TelegradError(
@@ -70,8 +70,8 @@ def checked_future(func: Callable[..., Any], value: Any) -> Future[Any]:
 
 
 def guarded(func: Callable[..., Any], allowed: AllowList) -> Callable[..., Any]:
-    """A function of telegrad's own that runs a method of a remote value, with a check of that
-    method; any other function as it is."""
+    """Adds a check of the method to telegrad's own functions that run a method of a remote value;
+    returns other functions unchanged."""
     if func.__module__ == "telegrad.nn.remote_module" and func.__name__ == "_forward":
 
         @functools.wraps(func)
@@ -88,8 +88,10 @@ def guarded(func: Callable[..., Any], allowed: AllowList) -> Callable[..., Any]:
         @functools.wraps(func)
         def call(owned: Any, name: str, args: Any, kwargs: Any) -> Any:
             entry = current_table().entry(owned) if isinstance(owned, RRefId) else owned
-            if not isinstance(entry, OwnerEntry):  # which no message can hold, and never changes
-                raise NotAllowed(f"methods of {owned!r} may not be run here: it is no remote value")
+            if not isinstance(entry, OwnerEntry):  # an OwnerEntry is never in a message
+                raise NotAllowed(
+                    f"methods of {owned!r} may not be run here: it is not a remote value"
+                )
             allowed.check_method(type(entry.wait()), name)
             return func(entry, name, args, kwargs)
 
@@ -98,8 +100,7 @@ def guarded(func: Callable[..., Any], allowed: AllowList) -> Callable[..., Any]:
 
 
 class _Checked:
-    """A value that was checked, in the place of what has named it and might name another one next
-    time."""
+    """A value that was checked, in place of a reference that might lead to another one later."""
 
     def __init__(self, value: Any) -> None:
         self._value = value

@@ -1,8 +1,8 @@
-"""References in replies, as long as it is not sure that their caller unpacks them.
+"""References in replies that their callers may not unpack.
 
-A caller that Ctrl-C interrupts cannot tell how far its request or the reply to it has come. So it
-names the request's number, by UNREAD, and the worker that has answered it, or is about to, ends the
-references in that reply.
+A caller that Ctrl-C interrupts does not know how far its request or the reply has come. So it sends
+the request's number in UNREAD, and the callee abandons the references in that reply, whether it has
+sent it or does so later.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from telegrad.wire.codec import References
 
 __all__ = ["SentReferences"]
 
-_REMEMBERED = 256  # replies, and as many numbers of requests that have not been answered
+_REMEMBERED = 256  # replies, and as many numbers of unanswered requests
 
 
 class SentReferences:
-    """Those of one worker's requests. Threads may use it freely: each step on a table is atomic,
-    and both sides write down first and look then."""
+    """The references in replies to one worker. Safe to use from any thread: each step on a dict is
+    atomic, and both sides write before they read."""
 
     def __init__(self) -> None:
         self._sent: dict[int, References] = {}
@@ -26,7 +26,7 @@ class SentReferences:
         self._order: collections.deque[int] = collections.deque()
 
     def answered(self, number: int, references: References) -> None:
-        """The reply to a request was sent, with references in it."""
+        """The reply to a request was sent with these references."""
         self._sent[number] = references
         self._remember(number)
         if number in self._unread:
@@ -52,6 +52,6 @@ class SentReferences:
             self._unread.pop(oldest, None)
 
     def clear(self) -> None:
-        """The worker is lost: its references have ended by that, and it may count anew."""
+        """The worker is lost, which ends its references; its numbers may begin again."""
         self._sent.clear()
         self._unread.clear()

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from telegrad.errors import RpcTimeout, WorkerLost
-from telegrad.rpc.calls.kept_errors import fail
+from telegrad.rpc.calls.outcome import fail
 from telegrad.rpc.connections.conversation import Interruption
 from telegrad.rpc.seams import Handler, Rescue, Timer
 from telegrad.wire.frames import Kind

@@ -16,10 +16,12 @@ from telegrad import rpc
 from telegrad.errors import RRefError
 from telegrad.locks import Turns
 from telegrad.rpc.calls.agent import Agent
+from telegrad.rpc.calls.async_call import AsyncCalls
 from telegrad.rpc.connections.requests import Requests
 from telegrad.rpc.group import current
-from telegrad.rpc.references.fetch import RemoteReferences, _ReferenceCodec
-from telegrad.rpc.references.in_messages import PackedReferences
+from telegrad.rpc.references.fetch import RemoteReferences
+from telegrad.rpc.references.in_messages import PackedReferences, ReferenceCodec
+from telegrad.rpc.references.steps import Steps
 from telegrad.rpc.references.table import RRefTable
 from telegrad.testing.cluster import cluster
 from telegrad.wire.codec import Codec
@@ -93,7 +95,7 @@ def test_while_it_is_packed(group, call):
 
 
 def test_at_any_step_of_making_a_reference(group):
-    steps = {RRefTable.new_user.__code__: None, RRefTable._apply_soon.__code__: None}
+    steps = {RRefTable.new_user.__code__: None, Steps.apply_soon.__code__: None}
     table = current.current().references.table
     interrupted = 0
     while True:
@@ -139,21 +141,20 @@ def test_while_it_is_sent(call):
 STEPS_OF_A_CALL = {
     function.__code__: None
     for function in (
-        RemoteReferences._reduce,
-        RRefTable._apply_soon,
+        ReferenceCodec._reduce,
         RRefTable.fork,
-        RRefTable.new_references,
         RRefTable.reduce,
+        Steps.apply_soon,
         Turns.leave,
         PackedReferences.__init__,
         PackedReferences.leave,
         PackedReferences.abandon,
-        _ReferenceCodec._encode_any,
-        _ReferenceCodec.packed.fget,
+        ReferenceCodec._encode_any,
+        ReferenceCodec.packed.fget,
         Codec._encode_any,
         Agent.call,
         Agent.call_async,
-        Agent.dispatch,
+        AsyncCalls.send,
         Agent.pack_call,
         Agent.take_back_if_unread,
         Requests.exchange,

@@ -15,7 +15,7 @@ from torch.futures import Future
 from telegrad import rpc
 from telegrad.compat.futures import collect_all
 from telegrad.errors import RpcTimeout, SerializationError
-from telegrad.rpc.calls.kept_errors import again, fail, take_origin, without_frames
+from telegrad.rpc.calls.outcome import again, fail, take_origin, without_frames
 from telegrad.testing.cluster import cluster
 
 

@@ -11,7 +11,7 @@ import pytest
 import telegrad
 from lined_processes import PATIENCE
 from telegrad import rpc
-from telegrad.rpc.calls import agent
+from telegrad.rpc.calls import async_call
 from telegrad.rpc.group import current
 from telegrad.testing.cluster import cluster
 
@@ -101,8 +101,8 @@ def test_many_references_do_not_need_many_threads():
 
 
 def test_a_program_that_outruns_a_worker_is_slowed_down(monkeypatch):
-    monkeypatch.setattr(agent, "_MOST_OPEN", 10)
-    monkeypatch.setattr(agent, "_NO_REPLY", PATIENCE)
+    monkeypatch.setattr(async_call, "_MOST_OPEN", 10)
+    monkeypatch.setattr(async_call, "_NO_REPLY", PATIENCE)
     with cluster(2, graceful=False):
         calls = []
         for n in range(200):
@@ -113,8 +113,8 @@ def test_a_program_that_outruns_a_worker_is_slowed_down(monkeypatch):
 
 def test_one_that_cannot_be_slowed_down_goes_on(monkeypatch):
     """What it would wait for waits for what it does next."""
-    monkeypatch.setattr(agent, "_MOST_OPEN", 5)
-    monkeypatch.setattr(agent, "_NO_REPLY", 0.01)
+    monkeypatch.setattr(async_call, "_MOST_OPEN", 5)
+    monkeypatch.setattr(async_call, "_NO_REPLY", 0.01)
     with cluster(2, graceful=False):
         calls = [rpc.rpc_async("worker1", block, timeout=0) for _ in range(12)]
         rpc.rpc_sync("worker1", unblock)

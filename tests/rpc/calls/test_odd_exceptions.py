@@ -7,8 +7,13 @@ import torch
 
 from telegrad import autograd, rpc
 from telegrad.errors import BackwardError, RemoteError, TelegradError, WorkerLost
-from telegrad.rpc.calls.error_texts import text_of, traceback_of
-from telegrad.rpc.calls.outcome import as_exception, pack_failure, rebuild_failure
+from telegrad.rpc.calls.outcome import (
+    as_exception,
+    pack_failure,
+    rebuild_failure,
+    text_of,
+    traceback_of,
+)
 from telegrad.rpc.group import current
 from telegrad.rpc.group.worker_info import WorkerInfo
 from telegrad.testing.cluster import cluster

@@ -14,7 +14,7 @@ from telegrad import rpc
 from telegrad.compat import futures as compat_futures
 from telegrad.testing.cluster import cluster
 
-UNHEARD = "has failed, and nobody has asked for its result"
+UNHEARD = "has failed, and its result was never read"
 
 
 def fail(text):
@@ -67,7 +67,7 @@ def test_and_of_that_of_a_method(logged):
 
 def test_and_of_that_of_a_callback(logged):
     rpc.rpc_async("worker1", torch.ones, (2,)).then(lambda done: fail("it burns"))
-    assert wait_until_logged(logged) == [f"what was to follow a call {UNHEARD}"]
+    assert wait_until_logged(logged) == [f"the callback of a call {UNHEARD}"]
 
 
 def heard_in_a_callback(future):

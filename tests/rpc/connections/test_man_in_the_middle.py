@@ -28,7 +28,7 @@ from namespaces import two_hosts
 from telegrad import rpc
 from telegrad.errors import TelegradError, WorkerLost
 from telegrad.rpc.group import current, private_files
-from telegrad.rpc.group.rendezvous import Directory
+from telegrad.rpc.group.directory import Directory
 from telegrad.testing.cluster import cluster
 from telegrad.transport import handshake
 from telegrad.transport.base import ConnectionClosed

@@ -281,7 +281,7 @@ def start_and_end(place):
 def test_a_lock_that_another_thread_holds_is_free_in_the_child(tmp_path):
     with cluster(2):
         worker = current.current()
-        locks = [api._init_lock, worker._closing_lock, worker.references.table._turns._lock]
+        locks = [api._init_lock, worker._closing_lock, worker.references.table._steps._turns._lock]
         locks += [peer._connections_lock for peer in worker.agent.network.members.peers()]
         with contextlib.ExitStack() as stack:
             for lock in locks:
@@ -393,7 +393,7 @@ def test_the_end_of_a_childs_interpreter_leaves_the_meeting_place_to_its_parent(
         import gc, os, subprocess, sys
         import telegrad.autograd as dist_autograd
         from telegrad import rpc
-        from telegrad.launch.ports import reserve_port
+        from telegrad.launch.environment import reserve_port
         with reserve_port() as reserved:
             port = reserved.getsockname()[1]
         options = rpc.RpcOptions(init_method=sys.argv[1].format(port=port))

@@ -21,8 +21,11 @@ from lined_processes import PATIENCE, lined_process, said
 from namespaces import two_hosts
 from telegrad import rpc
 from telegrad.errors import RpcTimeout, TelegradError, WorkerLost
-from telegrad.rpc.group import current, rendezvous
-from telegrad.rpc.group.rendezvous import Directory, Part
+from telegrad.rpc.group import current
+from telegrad.rpc.group import directory as directory_module
+from telegrad.rpc.group import store as store_module
+from telegrad.rpc.group.directory import Directory
+from telegrad.rpc.group.store import Part
 from telegrad.testing.cluster import cluster
 
 
@@ -438,7 +441,7 @@ def test_a_meeting_place_that_falls_silent_is_not_waited_for_any_longer():
             answer = answer_of_one("worker1", 1, options, 2)
         finally:
             keeper.kill()
-    assert "meeting place was lost while worker 0 of 2 was waited for" in answer
+    assert "meeting place was lost while waiting for worker 0 of 2" in answer
     assert "the store has not answered" in answer
 
 
@@ -460,7 +463,9 @@ def test_workers_that_were_told_different_sizes_are_told_so(store):
 
 def test_a_rank_that_two_workers_were_given_is_told(store, monkeypatch):
     numbers = itertools.count()
-    monkeypatch.setattr(rendezvous, "_this_process", lambda: f"process {next(numbers)} on here")
+    monkeypatch.setattr(
+        directory_module, "_this_process", lambda: f"process {next(numbers)} on here"
+    )
     group = [Directory(store, rank, 3) for rank in (0, 1, 1)]
     for directory in group:
         directory.declare()
@@ -538,7 +543,7 @@ def test_starts_are_counted_when_others_can_see_them(store):
             again = part(0)
             assert number(again) == expected
             again.use_up()
-        del rendezvous._starts[place]  # another process takes the place of that one
+        del store_module._starts[place]  # another process takes the place of that one
         successor = part(0)
         successor.set("here", "it is")
         assert store.check(["telegrad/2/here"])
@@ -548,8 +553,8 @@ def test_starts_are_counted_when_others_can_see_them(store):
         assert number(part(0, is_open=True)) == 3  # others may still be there
         assert number(part(0)) == 4
     finally:
-        rendezvous._starts.pop(place, None)
-        rendezvous._open_groups.pop(place, None)
+        store_module._starts.pop(place, None)
+        store_module._open_groups.pop(place, None)
 
 
 def test_a_port_that_is_taken_is_told():

@@ -13,7 +13,7 @@ from telegrad import rpc
 from telegrad.errors import WorkerLost
 from telegrad.ids import MAX_LIVES
 from telegrad.rpc.group import current
-from telegrad.rpc.group.rendezvous import Directory
+from telegrad.rpc.group.directory import Directory
 from telegrad.testing.cluster import cluster
 
 kept = {}

@@ -12,7 +12,7 @@ from lined_processes import PATIENCE, lined_process, said
 from telegrad import rpc
 from telegrad.rpc.connections.acceptor import Acceptor
 from telegrad.rpc.group import current
-from telegrad.rpc.group.rendezvous import Directory
+from telegrad.rpc.group.directory import Directory
 from telegrad.rpc.group.worker_info import WorkerInfo
 from telegrad.transport.handshake import Identity, Purpose, introduce
 from telegrad.transport.inproc import InprocTransport
@@ -124,7 +124,7 @@ def test_one_that_is_stuck_while_it_starts_is_named(tmp_path):
         assert said(late) == "published"
         assert said(first) == (
             "TelegradError: worker 'worker2' came to the meeting place, and has not joined the "
-            "group within 2 seconds"
+            "group within 2 s: look at what it does (rpc_timeout sets this limit)"
         )
 
 

@@ -14,7 +14,7 @@ import torch
 import telegrad.autograd as dist_autograd
 from telegrad import rpc
 from telegrad.errors import NotInitialized, WorkerLost
-from telegrad.rpc.calls.own_calls import OwnCalls
+from telegrad.rpc.calls.async_call import OwnCalls
 from telegrad.testing.cluster import cluster
 
 PATIENCE = 20.0

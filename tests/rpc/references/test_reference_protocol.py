@@ -627,16 +627,16 @@ def test_counts_are_those_of_upstreams_debug_information():
     owner = RRefProtocol(OWNER, TIMING)
     local = RRefId(OWNER, 0)
     owner.handle(ValueMade(rref=local), 0.0)
-    assert owner.counts().owner_rrefs == 0  # not counted until it is shared
+    assert owner.counts()["owner_rrefs"] == 0  # not counted until it is shared
     owner.handle(ReferencePassed(rref=local, fork=ForkId(OWNER, 1), parent=None, to=A), 0.0)
     owner.handle(ARRIVED, 0.0)
     owner.handle(message(Kind.RREF_FORK, B, CHILD), 0.0)
-    assert (owner.counts().owner_rrefs, owner.counts().forks) == (2, 3)
-    assert owner_after(WANTED).counts().owner_rrefs == 1  # somebody waits for it
-    assert user_after(STARTED).counts().pending_users == 1
-    assert user_after(FORKED).counts().pending_users == 1
-    assert user_after(FORKED).counts().pending_futures == 1
-    assert user_after(STARTED, FAILED).counts().pending_users == 0
+    assert (owner.counts()["owner_rrefs"], owner.counts()["forks"]) == (2, 3)
+    assert owner_after(WANTED).counts()["owner_rrefs"] == 1  # somebody waits for it
+    assert user_after(STARTED).counts()["pending_users"] == 1
+    assert user_after(FORKED).counts()["pending_users"] == 1
+    assert user_after(FORKED).counts()["pending_futures"] == 1
+    assert user_after(STARTED, FAILED).counts()["pending_users"] == 0
 
 
 def test_a_malformed_body_is_a_protocol_error():

@@ -9,7 +9,7 @@ import pickle
 import random
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,10 +25,12 @@ from telegrad.errors import (
     WorkerLost,
 )
 from telegrad.ids import ForkId, RRefId
-from telegrad.rpc.references import housekeeper
+from telegrad.rpc.group import current
+from telegrad.rpc.group.worker_info import WorkerInfo
+from telegrad.rpc.references import housekeeper, proxy
+from telegrad.rpc.references import rref as rref_module
 from telegrad.rpc.references.events import Timing
 from telegrad.rpc.references.housekeeper import Housekeeper
-from telegrad.rpc.references.lookup import current_table, set_table_lookup
 from telegrad.rpc.references.proxy import ASYNC_MARK
 from telegrad.rpc.references.rref import RRef, set_rref_backward
 from telegrad.rpc.references.table import RRefTable
@@ -36,12 +38,6 @@ from telegrad.testing.messenger import SimulatedNetwork
 from telegrad.wire.frames import Kind
 
 TIMING = Timing(retry_first=1.0, retry_last=4.0, max_message_age=60.0)
-
-
-@dataclass(frozen=True)
-class Info:
-    id: int
-    name: str
 
 
 class Cluster:
@@ -53,17 +49,15 @@ class Cluster:
         self.tables = [self.make_table(n) for n in range(workers)]
 
     def make_table(self, worker: int) -> RRefTable:
-        return RRefTable(
-            self.network.messenger(worker),
-            fetch=lambda owner, rref, fork, timeout: self.on(
+        remote = SimpleNamespace(
+            fetch=lambda owner, rref, timeout: self.on(
                 owner, lambda: self.tables[owner].entry(rref).value_to_send()
             ),
             call=lambda *call: self.call(worker, *call),
             bound_here=lambda work: work,
-            worker_info=lambda n: Info(n, f"worker{n}"),
-            timing=TIMING,
-            clock=self.network.clock,
         )
+        messenger = self.network.messenger(worker)
+        return RRefTable(messenger, remote, timing=TIMING, clock=self.network.clock)
 
     def on(self, worker: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         before = getattr(self.acting, "worker", None)
@@ -76,7 +70,7 @@ class Cluster:
     def lookup(self) -> RRefTable:
         worker = getattr(self.acting, "worker", None)
         if worker is None:
-            raise NotInitialized("nobody acts")
+            raise NotInitialized("no worker acts")
         return self.tables[worker]
 
     def call(
@@ -140,9 +134,10 @@ def lossy_cluster() -> Iterator[Cluster]:
 
 def make_cluster(network: SimulatedNetwork) -> Iterator[Cluster]:
     cluster = Cluster(network, workers=3)
-    before = set_table_lookup(cluster.lookup)
-    yield cluster
-    set_table_lookup(before)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(proxy, "current_table", cluster.lookup)
+        patch.setattr(rref_module, "current_table", cluster.lookup)
+        yield cluster
     for table in cluster.tables:
         table.close()
 
@@ -176,7 +171,7 @@ def test_a_local_value_is_counted_once_it_is_shared_and_dropped_with_its_last_re
     user = cluster.send(rref, 0, 1)
     assert user.confirmed_by_owner()  # the owner counted it when it made it
     assert not user.is_owner()
-    assert user.owner() == Info(0, "worker0")
+    assert user.owner() == WorkerInfo("worker0", 0)
     assert user.owner_name() == "worker0"
     assert cluster.count(0) == cluster.count(0, "num_forks") == 1
     del rref
@@ -242,7 +237,7 @@ def inside_a_step(table: RRefTable, action: Callable[[], None]) -> None:
         action()
         return []
 
-    table._apply([], first=step)
+    table._steps.apply(first=step)
 
 
 def test_the_death_of_a_handle_inside_of_a_step_neither_blocks_nor_is_lost(cluster):
@@ -392,7 +387,7 @@ def test_many_threads_leave_nothing_behind(cluster):
         for thread in flushes:
             thread.join()
         for table in cluster.tables:
-            assert table._machine.is_settled()
+            assert table._steps.machine.is_settled()
             assert not table._users
             table.close()
 
@@ -625,8 +620,8 @@ def test_an_owners_loss_fails_its_users_with_worker_lost(cluster):
     del rref, child, reference
     cluster.settle()
     assert cluster.network.sent.total() == sent
-    assert cluster.tables[1]._machine.is_empty()
-    assert cluster.tables[2]._machine.is_empty()
+    assert cluster.tables[1]._steps.machine.is_empty()
+    assert cluster.tables[2]._steps.machine.is_empty()
 
 
 def test_a_users_loss_strikes_off_its_references(cluster):
@@ -840,7 +835,7 @@ def test_without_an_agent_there_are_no_references():
     with pytest.raises(NotInitialized):
         RRef(1)
     with pytest.raises(NotInitialized):
-        current_table()
+        current.current_table()
 
 
 def test_a_value_that_is_asked_for_after_its_end_is_gone(cluster):

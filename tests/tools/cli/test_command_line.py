@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 import telegrad
-from telegrad.launch import descendants
+from telegrad.launch import processes
 from telegrad.tools.cli import main
 from telegrad.tools.cli.main import COMMANDS
 
@@ -35,7 +35,7 @@ def where(tmp_path, monkeypatch):
         (["run", "folder"], "'folder' is a directory: name a script in it"),
         (["run", "train.py/x"], "'train.py/x' cannot be read: Not a directory"),
         (["run", "-m", "no_such_module"], "there is no module 'no_such_module'"),
-        (["run", "-m", "folder/train.py"], "leave -m away to run a script"),
+        (["run", "-m", "folder/train.py"], "leave out -m to run a script"),
         (["run", "-n", "0", "train.py"], "must be a whole number from 1 to 32768, got '0'"),
         (["run", "-n", "-2", "train.py"], "must be a whole number from 1 to 32768, got '-2'"),
         (["run", "-n", "32769", "train.py"], "must be a whole number from 1 to 32768, got '32769'"),
@@ -69,7 +69,7 @@ def test_a_port_that_is_taken_is_named(where, capfd):
 
 @pytest.mark.parametrize("system", [{}, {"prctl": lambda *arguments: -1}], ids=["none", "refused"])
 def test_a_system_without_adoption_is_named_and_nothing_starts(where, monkeypatch, capfd, system):
-    monkeypatch.setattr(descendants.ctypes, "CDLL", lambda name: SimpleNamespace(**system))
+    monkeypatch.setattr(processes.ctypes, "CDLL", lambda name: SimpleNamespace(**system))
     assert main(["run", "train.py"]) == 2
     out, err = capfd.readouterr()
     assert out == ""

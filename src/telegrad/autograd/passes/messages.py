@@ -23,7 +23,7 @@ from telegrad.errors import (
     TelegradError,
     WorkerLost,
 )
-from telegrad.rpc.calls.error_texts import text_of, traceback_of
+from telegrad.rpc.calls.outcome import text_of, traceback_of
 from telegrad.wire.allowed.allow_list import loads_data
 from telegrad.wire.codec import Packet, head_of_packet
 

@@ -242,7 +242,7 @@ class PlainEngine:
         call = PlainCall(self, sent.record.to, sent.what, on_news)
         call.is_of_program = is_of_program  # which should hear of a failure
         self.agent.take_back_if_unread(call, sent.encoded)
-        self.agent.dispatch(
+        self.agent.async_calls.send(
             call,
             Kind.PLAIN_CALL,
             int(sent.record.stays),

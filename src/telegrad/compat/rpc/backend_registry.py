@@ -118,7 +118,7 @@ def start_agent(
 
     def prepare(worker: Worker) -> None:
         # Others call this worker as soon as it listens: then its agent must be complete.
-        worker.references.table.call = profiling.of_table(worker.references.table.call)
+        worker.references.call = profiling.of_table(worker.references.call)
         worker.agent.service.on_failure = partial(_print_failure, worker)
         worker.agent.watch_losses(lambda id_, _: gathering.worker_lost(_name(worker, id_)))
         made.append(make(worker, store, options))

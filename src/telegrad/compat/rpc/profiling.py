@@ -36,8 +36,7 @@ from telegrad.compat.rpc.internal import (
     _build_rpc_profiling_key,
     builtin_name,
 )
-from telegrad.rpc.calls.kept_errors import fail
-from telegrad.rpc.calls.outcome import as_exception
+from telegrad.rpc.calls.outcome import as_exception, fail
 from telegrad.rpc.functions import async_execution, checked_future
 from telegrad.rpc.group import current
 from telegrad.rpc.group.worker_info import WorkerInfo

@@ -27,7 +27,7 @@ from telegrad.compat.torchscript.compiling import (
     state,
 )
 from telegrad.errors import RemoteError
-from telegrad.rpc.calls.kept_errors import again
+from telegrad.rpc.calls.outcome import again
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

@@ -33,8 +33,8 @@ from telegrad.compat.torchscript.compiling import (
 from telegrad.compat.torchscript.kinds import Kind, describe, kind_named, kind_of, type_described
 from telegrad.errors import RRefError
 from telegrad.ids import RRefId
+from telegrad.rpc.group.current import current_table
 from telegrad.rpc.group.worker_info import WorkerInfo
-from telegrad.rpc.references.lookup import current_table
 from telegrad.rpc.references.records import OwnerEntry
 from telegrad.rpc.references.rref import RRef, rebuild_rref
 

@@ -25,7 +25,7 @@ from telegrad.autograd.contexts.context import CarriedContext, EnteredContext, t
 from telegrad.compat.torchscript import at_exit
 from telegrad.compat.torchscript.compiling import core
 from telegrad.compat.torchscript.kinds import Kind, kind_of
-from telegrad.rpc.calls.kept_errors import fail
+from telegrad.rpc.calls.outcome import fail
 from telegrad.rpc.seams import NO_CONTEXT
 
 _CAUSE = re.compile("^RuntimeError: (.*)$", re.MULTILINE)  # after the trace through the script

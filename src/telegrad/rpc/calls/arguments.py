@@ -1,7 +1,8 @@
-"""Checks of what a program passes to a call, before anything is sent.
+"""Checks of what a program passes to a call. They run before anything is sent, so a mistake is
+reported where it is made.
 
-`args=(x)` is not a tuple: a string or a tensor would be unpacked into its parts, and the function
-would run with those.
+`args=(x)` is not a tuple: without a check, a string or a tensor would be unpacked into its parts,
+and the function would run with those.
 """
 
 from __future__ import annotations
@@ -11,10 +12,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from telegrad.errors import RemoteError, SerializationError
+from telegrad.rpc.group import current
+from telegrad.rpc.group.worker_info import WorkerInfo
 
-__all__ = ["checked_arguments", "checked_call", "in_words_of_caller"]
+__all__ = [
+    "check_function",
+    "checked_arguments",
+    "checked_call",
+    "checked_worker",
+    "in_words_of_caller",
+]
 
 _SIMPLE = (int, float, str, bytes)
+
+
+# -- rpc_sync and its kin
 
 
 def checked_call(
@@ -23,11 +35,11 @@ def checked_call(
     """The arguments of a call as a tuple and a dict.
 
     Args:
-        caller: the function that the program has called, for messages.
-        misplaced: what it was given by names that it does not have.
+        caller: the function that the program has called, for error texts.
+        misplaced: arguments by names that `caller` does not have.
 
     Raises:
-        TypeError: something is not what it must be.
+        TypeError: an argument has the wrong type.
     """
     if misplaced:
         name = next(iter(misplaced))
@@ -69,11 +81,48 @@ def checked_arguments(
     return tuple(args or ()), dict(kwargs)
 
 
+# -- telegrad.call, submit, object and module
+
+
+def checked_worker(caller: str, worker: object) -> int:
+    """The id of the worker that a program has named.
+
+    Raises:
+        TypeError: this does not name a worker.
+        TelegradError: there is no such worker, or no group.
+    """
+    if isinstance(worker, WorkerInfo):
+        worker = worker.name
+    if not isinstance(worker, str | int) or isinstance(worker, bool):
+        what = "a class" if isinstance(worker, type) else f"a {type(worker).__name__}"
+        raise TypeError(
+            f"{caller}() needs the worker first, by name, rank or WorkerInfo, and got {what}: "
+            f'{caller}("name", ...)'
+        )
+    return current.current().agent.network.members.named(worker).id
+
+
+def check_function(caller: str, fn: object) -> None:
+    """
+    Raises:
+        TypeError: this cannot be called. A frequent mistake is `call("a", f(x))`.
+    """
+    if not callable(fn):
+        what = repr(fn) if isinstance(fn, str | int | float | None) else f"a {type(fn).__name__}"
+        raise TypeError(
+            f"{caller}() needs a function and its arguments, and got {what} for the function: "
+            f'{caller}("name", f, x) runs f(x) there'
+        )
+
+
+# -- both
+
+
 def in_words_of_caller(error: SerializationError, places: Mapping[str, str]) -> SerializationError:
-    """Names a value that cannot be sent by its place in what the program has passed.
+    """Names a value that cannot be sent by its place among the program's own arguments.
 
     Args:
-        places: by the path that the message had, the path that the program knows.
+        places: from the path in the message to the path that the program knows.
     """
     if isinstance(error.__cause__, RemoteError):  # raised over there, about another call
         return error

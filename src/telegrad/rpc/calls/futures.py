@@ -1,7 +1,7 @@
-"""Futures of calls: waiting for them, and failures that nobody hears of.
+"""Futures of calls.
 
-Waiting is done in Python, where Ctrl-C is heeded; torch's own futures wait in C++. And when a call
-has failed and its future goes without that anybody has asked how it ended, the log tells.
+They wait in Python, where Ctrl-C works; torch's own futures wait in C++. If a call fails and its
+future is discarded unread, the error is logged.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from torch.futures import Future
 
 from telegrad.locks import check_wait, here
-from telegrad.rpc.calls.kept_errors import again, fail, without_frames
+from telegrad.rpc.calls.outcome import again, fail, without_frames
 
 __all__ = ["CallFuture", "has_ended", "wait_for"]
 
@@ -28,7 +28,7 @@ S = TypeVar("S")
 
 
 def wait_for(future: Future[Any]) -> Any:
-    """Ends as the future does: returns its value, or raises."""
+    """Waits for the future; returns its value, or raises."""
     has_ended(future, None)
     return future.value()
 
@@ -50,7 +50,7 @@ def has_ended(future: Future[Any], timeout: float | None) -> bool:
 
 
 class CallFuture(Future[T]):
-    """What comes of a call. Ctrl-C ends a wait for it, and for what `then` makes of it."""
+    """The result of a call. Ctrl-C ends a wait for it, and for a future that `then` returns."""
 
     _failure: _Failure | None = None
 
@@ -58,12 +58,12 @@ class CallFuture(Future[T]):
         if here.must_not_wait and not self.done():
             check_wait("the answer to a call")
         if not self.done() and threading.current_thread() is threading.main_thread():
-            value: T = wait_for(self)  # only there are signals heeded
+            value: T = wait_for(self)  # signals are handled on the main thread only
             return value
         return super().wait()
 
     def result(self) -> T:
-        """The same as `wait`, under the name that Python's own futures have for it."""
+        """The same as `wait`, under the name that Python's own futures use."""
         return self.wait()
 
     def __await__(self) -> Generator[Any, None, T]:
@@ -84,17 +84,18 @@ class CallFuture(Future[T]):
         def finish(done: Future[S]) -> None:
             try:
                 outcome.set_result(done.value())
-            except Exception as error:  # noqa: BLE001 - whatever it is, it is the outcome
-                outcome.fail(error, "what was to follow a call")
+            except Exception as error:  # noqa: BLE001 - raised by the new future
+                outcome.fail(error, "the callback of a call")
 
         super().then(callback).add_done_callback(finish)
         return outcome
 
     def fail(self, error: Exception, what: str = "") -> None:
-        """Like `kept_errors.fail`.
+        """Like `outcome.fail`.
 
         Args:
-            what: has failed: the log tells, if nobody else hears of it. Empty if that is no matter.
+            what: what has failed, for the log if the future is discarded unread; empty logs
+            nothing.
         """
         if not what:
             fail(self, error)
@@ -106,20 +107,20 @@ class CallFuture(Future[T]):
 
     def __del__(self) -> None:
         failure = self._failure
-        if failure is not None and not failure.is_heard:
-            text, error = "%s has failed, and nobody has asked for its result", failure.error
+        if failure is not None and not failure.is_read:
+            text, error = "%s has failed, and its result was never read", failure.error
             _log.error(text, failure.what, exc_info=(type(error), error, None))
 
 
 class _Failure:
-    """How a call has ended, until somebody hears of it. Torch asks it also where the future is one
-    of several that are waited for."""
+    """The error of a call, and whether it was read. torch calls `raise_it` also when it waits for
+    several futures."""
 
     def __init__(self, what: str, error: Exception) -> None:
         self.what = what
         self.error = error
-        self.is_heard = False
+        self.is_read = False
 
     def raise_it(self, error: Exception) -> None:
-        self.is_heard = True
+        self.is_read = True
         raise again(error)

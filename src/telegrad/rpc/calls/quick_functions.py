@@ -1,12 +1,12 @@
-"""Which functions are done sooner than a thread is woken.
+"""Which functions take less time than waking a thread.
 
-An asynchronous call is run by a thread of the pool, because it may block. Waking that thread costs
-30–40 µs, several times what a small function takes. A function that has been quick a few times is
-therefore run by the thread that has read the request. A slow run now and then is forgiven, since
-the system may have given the processor to others; one that must have blocked sends the function
-back to the pool for a long while, unless it was there anyway: first runs often import and compile.
-While it blocks, the connection's clock sees it and reading goes on elsewhere (see
-`telegrad.rpc.connections.multiplex`): a wrong guess costs a few hundredths of a second, once.
+A thread of the pool runs an asynchronous call, because the call may block. Waking that thread costs
+30–40 µs, several times what a small function takes. So the thread that has read the request runs a
+function itself if its last runs were quick. An occasional slow run does not matter, since other
+processes may have had the processor. A run that must have blocked sends the function back to the
+pool for long, unless it ran there anyway: first runs often import and compile. While a function
+blocks the reading thread, another one takes over reading (see
+`telegrad.rpc.connections.multiplex`), so a wrong guess costs a few hundredths of a second, once.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ __all__ = ["QuickFunctions"]
 
 _TRUSTED = 3
 _MOST_TRUSTED = 8
-_PENANCE = -1000  # this many quick runs until a function that has blocked is trusted again
+_PENANCE = -1000  # so many quick runs until a function that has blocked is trusted again
 _MOST_NAMES = 4096
 
 
 class QuickFunctions:
-    """A score by name. An update lost between threads only delays a decision: no lock.
+    """A score by name. It needs no lock: an update lost between threads only delays a decision.
 
     Args:
-        limit: how many seconds are quick.
-        blocked: after how many a function must have waited for something.
+        limit: a run below so many seconds is quick.
+        blocked: a run above so many seconds must have waited for something.
     """
 
     def __init__(self, limit: float = 150e-6, blocked: float = 5e-3) -> None:
@@ -36,11 +36,11 @@ class QuickFunctions:
         return self._scores.get(name, 0) >= _TRUSTED
 
     def ran(self, name: bytes, seconds: float) -> None:
-        """A function took so long, with the unpacking of its arguments and the answer."""
+        """Notes how long a run took, with unpacking its arguments and answering."""
         score = self._scores.get(name)
         if score is None:
             if not name or len(self._scores) >= _MOST_NAMES:
-                return  # without a name it came whole: it may be another one next time
+                return  # without a name it was sent by value: the next one may differ
             score = 0
         if seconds < self._limit:
             score = min(score + 1, _MOST_TRUSTED)

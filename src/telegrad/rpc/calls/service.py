@@ -1,4 +1,4 @@
-"""The serving side of a worker: runs the messages that come in, and answers them."""
+"""`Service`, the serving side of a worker: runs incoming messages, and answers them."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from telegrad.wire.function_names import function_named, name_in
 from telegrad.wire.tensor_table.layout import is_leaf
 from telegrad.wire.tensor_table.unpack import Attach
 
-__all__ = ["FrameHandler", "Service", "runs_without_gradients"]
+__all__ = ["FrameHandler", "Service", "run_function"]
 
 _log = logging.getLogger("telegrad.rpc")
 
 _NO_KWARGS: dict[str, Any] = {}
 
 FrameHandler = Callable[[int, Frame, Send], None]
-"""Takes a message as it came, and answers it itself, with `Service.answer`."""
+"""Handles an undecoded message, and answers it itself, with `Service.answer`."""
 
 
 class Service:
@@ -55,18 +55,19 @@ class Service:
         self._peer_of = peer_of
         self.recorder: Recorder | None = None
         self.on_failure: Callable[[BaseException], None] | None = None
-        """Hears of what functions raise here that others call; these are told in any case."""
+        """Called with each exception that a called function raises, before it is sent to the
+        caller."""
         self.admit: Callable[[], None] = _nothing
         """Runs between the unpacking of a call and its function."""
         self.stand_in: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
-        """Gives what is run in the place of a function that others call, if set."""
+        """If set, returns the function to run in place of one that was called."""
         self.thread = _Thread()
         self._call_offsets: dict[Kind, int] = {}
         self._handlers: dict[Kind, Handler] = {}
         self._rescues: dict[Kind, Rescue] = {}
         self._can_wait: dict[Kind, Callable[[bytes], bool]] = {}
         self._frame_handlers: dict[Kind, FrameHandler] = {}
-        # Work begun and ended here, for a graceful shutdown.
+        # How much work has begun and ended here, for a graceful shutdown.
         self._begun = _Tally()
         self._ended = _Tally()
 
@@ -87,26 +88,26 @@ class Service:
         """Registers a handler that answers itself.
 
         Args:
-            call_offset: where in such a message the call that it holds begins.
+            call_offset: where the call in such a message begins, if it holds one.
         """
         self._frame_handlers[kind] = handler
         if call_offset is not None:
             self._call_offsets[kind] = call_offset
 
     def serve(self, source: int, frame: Frame, send: Send) -> None:
-        """Runs a message that came in, and answers it now or, if it is deferred, later."""
+        """Runs an incoming message, and answers it, or defers the answer to a future."""
         depth = frame.flags & Flags.DEPTH
         if depth:
             frame.flags &= ~Flags.DEPTH
         self.thread.depth = min(depth + Flags.DEPTH_ONE, Flags.DEPTH)
         outer, self.thread.source = self.thread.source, source
-        counted = frame.kind is not Kind.GATHER  # those ask whether anything is going on
+        counted = frame.kind is not Kind.GATHER  # those ask whether work is left
         if counted:
             self._begun.add()
         deferred: Future[Any] | None = None
         rider: tuple[Kind, bytes] | None = None
         for loan in frame.loans:
-            loan.hold()  # the answer may need as much memory as the request, and no more
+            loan.hold()  # the answer must not take more memory than the request
         try:
             if frame.flags & Flags.RIDER:
                 kind, news, frame.body = split_rider(frame.body)
@@ -128,10 +129,10 @@ class Service:
                         value, deferred = self._run(source, frame)
                 if deferred is None:
                     self.answer(source, frame, send, value)
-        except BaseException as error:  # noqa: BLE001 - whatever a function raises is its caller's
+        except BaseException as error:  # noqa: BLE001 - raised at the caller
             try:
                 self.answer_failure(source, frame, send, error)
-            except BaseException:  # no memory for that, say: its connection ends by it
+            except BaseException:  # out of memory, for example: it ends the connection
                 if counted:
                     self._ended.add()
                 raise
@@ -140,7 +141,7 @@ class Service:
             self.thread.source = outer
             for loan in frame.loans:
                 loan.end()
-        if rider is not None:  # it has time: whoever waits, waits for the answer
+        if rider is not None:  # after the answer, for which the caller waits
             self._handle_rider(source, *rider)
         if deferred is not None:
             deferred.add_done_callback(partial(self._answer_deferred, source, frame, send))
@@ -156,7 +157,7 @@ class Service:
         self.thread.conversation = conversation
         try:
             self._run(source, frame)
-        except Exception as error:  # noqa: BLE001 - nobody is there to raise it to
+        except Exception as error:  # noqa: BLE001 - no caller waits for it
             self._post_failed(source, frame.kind, frame.body, error)
         finally:
             self.thread.conversation = None
@@ -165,20 +166,21 @@ class Service:
     def _post_failed(
         self, source: int, kind: Kind, payload: bytes | memoryview, error: Exception
     ) -> None:
-        """A message without an answer could not be handled: whoever waits for it must hear."""
+        """A message without an answer could not be handled: ends the waits for its effect."""
         _log.error("handling a %s message failed", kind.name, exc_info=error)
         rescue = self._rescues.get(kind)
         try:
             if rescue is not None:
                 rescue(source, payload, error)
                 return
-        except Exception:  # noqa: BLE001 - the sender is given up below
-            _log.exception("and so did telling who waits for it")
+        except Exception:  # noqa: BLE001 - the sender is dropped below
+            _log.exception("and so did the handler of that failure")
         if source != self._info.id:
             self._peer_of(source).lose(f"its {kind.name} message could not be handled: {error}")
 
     def function_in(self, frame: Frame) -> bytes:
-        """The name of the function that a message calls; empty if it has none, or calls none."""
+        """The name of the function that a message calls; empty if it has no name, or there is no
+        call."""
         offset = 0 if frame.kind is Kind.CALL else self._call_offsets.get(frame.kind)
         if offset is None:
             return b""
@@ -187,19 +189,13 @@ class Service:
                 offset += rider_size(frame.body)
             return name_in(frame.body, offset)[0]
         except (struct.error, ProtocolError):
-            return b""  # whoever serves it will find out
+            return b""  # serving it raises the error
 
     def _run(self, source: int, frame: Frame) -> tuple[Any, Future[Any] | None]:
-        """The message's value, or the future that will have it."""
+        """The message's value, or a future of it."""
         if frame.kind is Kind.CALL:
             func, args, kwargs = self.unpack_call(source, frame, 0)
-            frame.buffers = []  # a tensor argument's memory is free again when the function is done
-            try:
-                if frame.flags and runs_without_gradients(frame):
-                    _set_grad_enabled(False)
-                value = func(*args, **kwargs)
-            finally:
-                _set_grad_enabled(True)  # a function may have left it off, for all that follow here
+            value = run_function(frame, func, args, kwargs)
             if hasattr(func, "_wrapped_async_rpc_function"):
                 return None, checked_future(func, value)
             return value, None
@@ -219,7 +215,7 @@ class Service:
         """The function and arguments in a request, whose call head begins at `offset`.
 
         Args:
-            attach: gives the arguments their history, in the place of the recorder.
+            attach: gives the arguments their history, instead of the recorder.
         """
         name, start = name_in(frame.body, offset)
         payload = memoryview(frame.body)[start:]
@@ -228,7 +224,7 @@ class Service:
             func = self._allowed_function(allowed, name, payload)
             args, kwargs = self.decode(source, frame, payload, attach)
         elif name:
-            # Also if there is no such function: references in it must be unpacked.
+            # First, even if there is no such function, so that references in it are unpacked.
             args, kwargs = self.decode(source, frame, payload, attach)
             func = function_named(name)
         else:
@@ -250,7 +246,7 @@ class Service:
             raise
 
     def context_of(self, frame: Frame) -> AbstractContextManager[None]:
-        """The autograd context that a message belongs to, for the work it asks for."""
+        """Enters the autograd context of a message."""
         if frame.context_id == NO_CONTEXT or self.recorder is None:
             return nullcontext()
         return self.recorder.enter(frame.context_id)
@@ -262,7 +258,8 @@ class Service:
         payload: bytes | memoryview,
         attach_plain: Attach | None = None,
     ) -> Any:
-        """What a message holds, with its history: in the message's context, or by a plain call."""
+        """The value in a message, with its history: of the message's context, or of a plain
+        call."""
         if attach_plain is not None:
             return self._codec.decode(payload, frame.buffers, attach_plain)
         context, recorder = frame.context_id, self.recorder
@@ -292,8 +289,9 @@ class Service:
         """Answers a message with a value.
 
         Args:
-            is_of_continuation: it may have been computed with gradients on, though they are off at
-                the caller.
+            is_of_continuation: the value may have been computed with gradients on, although they
+            are
+                off at the caller.
         """
         if frame.flags & Flags.NO_ANSWER:
             return
@@ -324,7 +322,7 @@ class Service:
                 encoded.buffers,
             )
         except (ConnectionClosed, TransportTimeout):
-            # The caller gave up, left or died: nobody unpacks this.
+            # The caller gave up, left or died, and does not unpack this.
             if encoded.references is not None:
                 encoded.references.abandon()
             return
@@ -334,7 +332,7 @@ class Service:
             self.recorder.foresee(frame.context_id, message)
 
     def sent_references(self, source: int, frame: Frame, references: References) -> None:
-        """They are in the answer to a message, which was sent. Its caller may not unpack it."""
+        """The answer to a message was sent with these references. Its caller may not unpack it."""
         if source != self._info.id:
             with contextlib.suppress(WorkerLost):  # it has left meanwhile
                 self._peer_of(source).sent_references.answered(frame.call_id, references)
@@ -342,7 +340,7 @@ class Service:
     def answer_failure(self, source: int, frame: Frame, send: Send, error: BaseException) -> None:
         """Answers a message with an exception."""
         if isinstance(frame.buffers, Unread):
-            error = SerializationError(frame.buffers.reason)  # all else follows from that
+            error = SerializationError(frame.buffers.reason)  # this has caused the error
         if frame.flags & Flags.NO_ANSWER:
             if isinstance(error, Exception):
                 self._post_failed(source, frame.kind, frame.body, error)
@@ -353,65 +351,73 @@ class Service:
         try:
             send(Kind.ERROR, 0, frame.call_id, NO_CONTEXT, -1, (encoded.payload,), encoded.buffers)
         except (ConnectionClosed, TransportTimeout):
-            pass  # nobody waits for this any more
+            pass  # the caller no longer waits for it
 
     def _answer_deferred(self, source: int, frame: Frame, send: Send, future: Future[Any]) -> None:
         is_of_continuation = frame.kind is Kind.CALL
         try:
-            value = future.wait()  # it is done: this does not wait
+            value = future.wait()  # it is done
             self.answer(source, frame, send, value, is_of_continuation=is_of_continuation)
-        except BaseException as error:  # noqa: BLE001 - it belongs to the caller, who waits for it
+        except BaseException as error:  # noqa: BLE001 - raised at the caller
             self.answer_failure(source, frame, send, error)
         finally:
             self._ended.add()
 
     def handle_now(self, source: int, kind: Kind, payload: bytes | memoryview) -> None:
-        """Handles a message without an answer that has come inside of another one."""
+        """Handles a message without an answer that came inside another one."""
         try:
             self._handlers[kind](source, self._codec.decode(payload))
-        except Exception as error:  # noqa: BLE001 - nobody is there to raise it to
+        except Exception as error:  # noqa: BLE001 - no caller waits for it
             self._post_failed(source, kind, payload, error)
 
     def _may_be_late(self, kind: Kind, news: bytes) -> bool:
-        """Whether a message that has ridden on a call may be handled after it."""
+        """Whether a message that came with a call may be handled after it."""
         can_wait = self._can_wait.get(kind)
         try:
             return can_wait is not None and can_wait(news)
-        except Exception:  # noqa: BLE001 - it is damaged, which is dealt with when it is handled
+        except Exception:  # noqa: BLE001 - it is damaged; handling it raises
             return False
 
     def _handle_rider(self, source: int, kind: Kind, news: bytes) -> None:
         try:
             self._handlers[kind](source, news)
-        except Exception as error:  # noqa: BLE001 - nobody is there to raise it to
+        except Exception as error:  # noqa: BLE001 - no caller waits for it
             self._post_failed(source, kind, news, error)
 
     def work_counts(self) -> tuple[int, int]:
-        """How many messages have been begun and ended here, ever."""
-        ended = self._ended.look()  # read first: what ends in between must not look unbegun
+        """How many messages this worker has begun and ended to handle."""
+        ended = self._ended.look()  # read first, so that it is not larger
         return self._begun.look(), ended
 
 
-def runs_without_gradients(frame: Frame) -> bool:
-    """Whether gradients are off for the function that a message calls: as they are for its caller,
-    in an autograd context. Outside of one a function may have gradients of its own."""
-    return bool(frame.flags & Flags.NO_GRAD) and frame.context_id != NO_CONTEXT
+def run_function(
+    frame: Frame, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
+    """Runs the function that a message calls. In an autograd context its gradients are off if they
+    are off at its caller; otherwise it may use gradients of its own."""
+    frame.buffers = []  # so that the function's end frees the memory of tensor arguments
+    try:
+        if frame.flags & Flags.NO_GRAD and frame.context_id != NO_CONTEXT:
+            _set_grad_enabled(False)
+        return func(*args, **kwargs)
+    finally:
+        _set_grad_enabled(True)  # a function may have left it off
 
 
 class _Thread(threading.local):
-    """What one thread is at."""
+    """What one thread does."""
 
     conversation: Conversation | None = None
     depth = 0
-    """Of the calls that it makes, as in `Flags.DEPTH`: 0 unless it serves one itself."""
+    """The depth of its calls, as in `Flags.DEPTH`: 0 unless it serves a call."""
     source = -1
     """The worker whose message it serves; -1 if it serves none."""
     is_own = False
-    """It was started by the agent: others may wait for what it does."""
+    """Whether the agent has started it, so that others may wait for its work."""
 
 
 class _Tally:
-    """A count that any thread may add to, in one step of the interpreter and without a lock."""
+    """A count to which any thread may add, in one step of the interpreter and without a lock."""
 
     __slots__ = ("_lock", "_looks", "add")
 

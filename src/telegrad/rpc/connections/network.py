@@ -23,9 +23,10 @@ from telegrad.rpc.connections.liveness import DeclareLost
 from telegrad.rpc.connections.multiplex import Multiplex
 from telegrad.rpc.connections.peer import Peer
 from telegrad.rpc.connections.thread_pool import CallPools, WorkPool
+from telegrad.rpc.group.directory import Directory, Record
 from telegrad.rpc.group.members import Members, has_left
 from telegrad.rpc.group.options import RpcOptions
-from telegrad.rpc.group.rendezvous import Directory, Record, address_towards, host_identity
+from telegrad.rpc.group.rendezvous import address_towards, host_identity
 from telegrad.rpc.group.worker_info import WorkerInfo
 from telegrad.transport.base import Connection, ConnectionClosed, Transport, TransportTimeout
 from telegrad.transport.handshake import Identity, Purpose, introduce

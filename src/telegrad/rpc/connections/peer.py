@@ -20,7 +20,7 @@ from functools import partial
 
 from telegrad.errors import AuthenticationError, ProtocolError, RpcTimeout, WorkerLost
 from telegrad.locks import is_held_here
-from telegrad.rpc.calls.error_texts import timeout_text
+from telegrad.rpc.calls.outcome import timeout_text
 from telegrad.rpc.connections.begun_requests import BegunRequests
 from telegrad.rpc.connections.liveness import (
     Connected,

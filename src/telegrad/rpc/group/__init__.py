@@ -1,5 +1,5 @@
-"""Who belongs to the group: how workers meet, what each of them is told, and how they leave.
+"""Who belongs to the group: how workers meet, their options, and how they leave.
 
-Doors: `current` (the agent of this process), `worker`, `worker_info`, `options`, `rendezvous`,
-`members`.
+Doors: `current` (the worker of this process), `worker`, `worker_info`, `options`, `rendezvous`,
+`directory`, `members`.
 """

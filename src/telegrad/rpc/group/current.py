@@ -1,27 +1,30 @@
-"""The agent of this process: the one place where "the current agent" exists.
+"""The worker of this process: the one place where "the current worker" exists.
 
-A thread that an agent has made acts for that agent; every other thread acts for the agent that
-`init_rpc` has started. Only tests have more than one agent in a process.
+A thread of an agent acts for that agent's worker; every other thread acts for the worker that
+`init_rpc` has started. Only tests have more than one worker in a process.
 
-A process that was forked from a worker's has none, until it calls `init_rpc` itself.
+A process forked from a worker has no worker until it calls `init_rpc` itself.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from telegrad.drop_in import torch_phrase
 from telegrad.errors import NotInitialized
 
 if TYPE_CHECKING:
     from telegrad.rpc.group.worker import Worker
+    from telegrad.rpc.references.table import RRefTable
 
 __all__ = [
+    "InParent",
     "act_for",
     "acting",
     "current",
+    "current_table",
     "here",
     "is_set",
     "leave_to_parent",
@@ -35,8 +38,8 @@ _has_shut_down = False  # there was a worker here before
 
 
 class Here(threading.local):
-    """What this thread acts for. The class has the worker of the process, and each thread that
-    another one has made has its own."""
+    """The worker that this thread acts for. The class attribute is the worker of the process; a
+    thread of another worker has an attribute of its own."""
 
     worker: Worker | None = None
 
@@ -45,7 +48,7 @@ here = Here()
 
 
 def act_for(worker: Worker | None) -> None:
-    """Binds this thread to a worker; None leaves it to that of the process."""
+    """Binds this thread to a worker; None binds it to the worker of the process."""
     if worker is None:
         here.__dict__.pop("worker", None)
     else:
@@ -61,7 +64,7 @@ def set_current(worker: Worker | None) -> None:
 
 
 def leave_to_parent(worker: Worker, refusal: Callable[[], NotInitialized]) -> None:
-    """This process was forked from the worker's; from now on `refusal` says so."""
+    """This process was forked from a worker; `refusal` makes the error that says so."""
     global _refusal
     if here.worker is worker:
         _refusal = refusal
@@ -71,17 +74,27 @@ def leave_to_parent(worker: Worker, refusal: Callable[[], NotInitialized]) -> No
         Here.worker = None
 
 
+class InParent:
+    """In a forked process, replaces an object that only the parent may use."""
+
+    def __init__(self, refusal: Callable[[], NotInitialized]) -> None:
+        self._refusal = refusal
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise self._refusal()
+
+
 def refuse_if_forked() -> None:
     """
     Raises:
-        NotInitialized: there is no worker here because it is that of the parent process.
+        NotInitialized: the only worker is the parent process's.
     """
     if _refusal is not None and not is_set():
         raise _refusal()
 
 
 def acting() -> Worker | None:
-    """The worker this thread acts for, if there is one."""
+    """The worker that this thread acts for, if there is one."""
     return here.worker
 
 
@@ -98,6 +111,15 @@ def current() -> Worker:
     if worker is None:
         raise not_initialized()
     return worker
+
+
+def current_table() -> RRefTable:
+    """The table of references of the worker that this thread acts for.
+
+    Raises:
+        NotInitialized: there is no worker.
+    """
+    return current().references.table
 
 
 def not_initialized() -> NotInitialized:

@@ -1,16 +1,16 @@
-"""Everybody tells, everybody hears: the meeting that barriers and shutdown are made of.
+"""All-gather among workers, which barriers and shutdown are made of.
 
-The lowest id among the participants leads. Each sends its object to the leader and waits for the
-answer, which the leader gives to all once it has heard from all: one request a worker, and no
-second round. The participants' calls must be in step: the n-th gathering of a set of workers is the
-same one on each of them.
+The participant with the lowest id leads. Each sends its object to the leader and waits for the
+reply, which the leader sends to all once it has heard from all: one request per worker. The
+participants' calls must be in step: the n-th gathering of a set of workers is the same one on each
+of them.
 
-The wait ends when all have told; when a participant is lost (`WorkerLost`, or it is left out, if
-losses are to be forgiven); or when the time is over.
+The wait ends when all have sent their objects; when a participant is lost (`WorkerLost`, or it is
+left out if losses are forgiven); or at the timeout.
 
-Where losses are forgiven the next id leads if the leader is lost. It may have been lost when it had
-answered some, who have gone on to the next gathering and do not come to this one again. So whoever
-comes to a gathering brings along what the one before has found, for those who are still there.
+If losses are forgiven and the leader is lost, the next id leads. The lost leader may have answered
+some participants, which have moved on to the next gathering and do not return to this one. So each
+request carries the result of the gathering before, for participants that still wait for it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _Key = tuple[tuple[int, ...], int]
 
 
 class _Question(NamedTuple):
-    """A participant's request, as its leader will answer it."""
+    """A participant's request, which its leader answers."""
 
     frame: Frame
     send: Send
@@ -41,11 +41,11 @@ class _Question(NamedTuple):
 
 @dataclass
 class _Gathering:
-    """One meeting, at its leader."""
+    """A gathering, at its leader."""
 
     awaited: set[int]
     forgives_losses: bool
-    told: dict[int, Any] = field(default_factory=dict)
+    values: dict[int, Any] = field(default_factory=dict)
     questions: dict[int, _Question] = field(default_factory=dict)
 
 
@@ -56,9 +56,9 @@ class Gatherings:
         self._open: dict[_Key, _Gathering] = {}
         self._counts: collections.Counter[tuple[int, ...]] = collections.Counter()
         self._lost: set[int] = set()
-        # What the latest that forgives losses has gathered, as far as it is known here.
+        # The result of the latest one that forgives losses, as far as it is known here.
         self._found: dict[tuple[int, ...], tuple[int, dict[int, Any]]] = {}
-        agent.service.handle_frame(Kind.GATHER, self._on_told)
+        agent.service.handle_frame(Kind.GATHER, self._on_request)
         agent.watch_losses(self._on_lost)
 
     def gather(
@@ -69,11 +69,11 @@ class Gatherings:
         timeout: float = 0,
         forgive_losses: bool = False,
     ) -> dict[int, Any]:
-        """What each of `workers` (ids, this one among them) has told, by id.
+        """What each of `workers` (ids, including this worker's) has sent, by id.
 
         Args:
             timeout: seconds; 0 waits for as long as all participants live.
-            forgive_losses: leaves lost workers out instead of failing.
+            forgive_losses: leave lost workers out instead of failing.
 
         Raises:
             RpcTimeout, WorkerLost
@@ -97,21 +97,21 @@ class Gatherings:
             if forgive_losses:
                 self._learn(participants, number, found)
             return found
-        raise WorkerLost("nobody is left to gather with")
+        raise WorkerLost("no worker is left to gather with")
 
     def _learn(self, participants: tuple[int, ...], number: int, found: dict[int, Any]) -> None:
-        """A gathering is over. Whoever asks here for it has had no answer from its leader, which
-        may have died when it had answered some: they get what those got."""
+        """A gathering is over. Workers that ask for it here had no reply from its leader, which may
+        have died after it had answered others: they get the same result."""
         with self._lock:
             if number <= self._found.get(participants, (-1,))[0]:
                 return
             self._found[participants] = number, found
             gathering = self._open.pop((participants, number), None)
         if gathering is not None:
-            gathering.told = found
+            gathering.values = found
             self._finish(gathering, None)
 
-    def _on_told(self, source: int, frame: Frame, send: Send) -> None:
+    def _on_request(self, source: int, frame: Frame, send: Send) -> None:
         service = self._agent.service
         key, forgives_losses, value, before = service.decode(source, frame, frame.body)
         participants, number = key
@@ -126,15 +126,15 @@ class Gatherings:
             if latest < number:
                 gathering = self._open[key]
                 gathering.awaited.discard(source)
-                gathering.told[source] = value
+                gathering.values[source] = value
                 gathering.questions[source] = _Question(frame, send)
         if latest == number:
             service.answer(source, frame, send, found)
         elif latest > number:
-            raise WorkerLost("the others have met without this worker: they took it for lost")
+            raise WorkerLost("the others have met without this worker, which they counted as lost")
         if is_new:
-            # One that dies without ever having spoken to this worker must be noticed as well. One
-            # that is lost has been: to knock there again may take as long as any connection.
+            # Connect to participants that have not talked to this worker, to notice their deaths.
+            # A lost one is known already; connecting to it again might take long.
             network = self._agent.network
             for worker in participants:
                 if not network.members.is_lost(worker):
@@ -147,11 +147,11 @@ class Gatherings:
         self._proceed()
 
     def _proceed(self) -> None:
-        """Answers the gatherings that are complete or have become impossible."""
+        """Answers the gatherings that are complete or cannot complete."""
         finished: list[tuple[_Gathering, int | None]] = []
         with self._lock:
             lost = {w for w in self._lost if self._agent.network.members.is_lost(w)}
-            self._lost = lost  # one that has come back is awaited again
+            self._lost = lost  # a worker that has come back is awaited again
             for key, gathering in list(self._open.items()):
                 missing = gathering.awaited & lost
                 if missing and gathering.forgives_losses:
@@ -164,13 +164,13 @@ class Gatherings:
             self._finish(gathering, missing_worker)
 
     def _finish(self, gathering: _Gathering, missing: int | None) -> None:
-        # The leader's own last, and none on another thread: it may end its process as soon as it
-        # goes on, and then all others must have been answered.
+        # Answer the leader itself last, and all on this thread: it may exit as soon as it has its
+        # answer, and by then all others must have theirs.
         own, service = self._agent.worker_id, self._agent.service
         for source in sorted(gathering.questions, key=lambda source: source == own):
             frame, send = gathering.questions[source]
             if missing is None:
-                service.answer(source, frame, send, gathering.told)
+                service.answer(source, frame, send, gathering.values)
             else:
                 name = self._agent.network.members.name_of(missing) or str(missing)
                 text = f"worker {name!r} was lost before all workers had met"

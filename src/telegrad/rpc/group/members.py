@@ -1,7 +1,7 @@
-"""Who belongs to the group: the workers by name and by id, and the peer that each of them is.
+"""Who belongs to the group: the workers by name and id, and the peer of each.
 
-In an open group others come and go. Who has just come is found in the directory when somebody asks
-for it; the name of one who has left is remembered, for what is said about it.
+In an open group workers come and go. A newcomer is looked up in the directory when it is first
+asked for. The name of a worker that has left is remembered, for error texts.
 """
 
 from __future__ import annotations
@@ -9,21 +9,21 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from telegrad.errors import WorkerLost
+from telegrad.errors import TelegradError, WorkerLost
 from telegrad.rpc.connections.peer import Peer
-from telegrad.rpc.group.rendezvous import Directory, Record
+from telegrad.rpc.group.directory import Directory, Record
 from telegrad.rpc.group.worker_info import WorkerInfo
 
 __all__ = ["Members", "has_left"]
 
 
 class Members:
-    """All that this worker knows of, itself included. Safe to use from any thread.
+    """All workers that this worker knows of, itself included. Safe to use from any thread.
 
     Args:
         info: this worker.
         directory: where newcomers are found.
-        new_peer: makes what another worker is reached by.
+        new_peer: makes the peer of another worker.
     """
 
     def __init__(
@@ -35,11 +35,11 @@ class Members:
         self._peers: dict[int, Peer] = {}
         self._records: dict[int, Record] = {}
         self._ids: dict[str, int] = {info.name: info.id}
-        self._former_names: dict[int, str] = {}  # of those who have left
+        self._former_names: dict[int, str] = {}  # of workers that have left
         self._lock = threading.RLock()  # guards changes of the tables above
 
     def introduce(self, record: Record) -> None:
-        """A worker is (again) part of the group; a new incarnation replaces the old one."""
+        """Adds a worker; a new incarnation replaces the old one."""
         replaced: Peer | None = None
         with self._lock:
             known = self._records.get(record.id)
@@ -66,33 +66,53 @@ class Members:
             peer.lose("it has left the group")
 
     def call_by_name(self, worker: WorkerInfo) -> None:
-        """Of those who had the name of this one, nobody is left."""
+        """Gives a name to this worker, after every earlier worker of that name has gone."""
         with self._lock:
             self._ids[worker.name] = worker.id
 
     def infos(self) -> list[WorkerInfo]:
-        """All of them, by their ids."""
+        """All workers, by id."""
         with self._lock:
             return [record.info for _, record in sorted(self._records.items())]
 
     def peers(self) -> list[Peer]:
-        """All others."""
+        """The peers of all other workers."""
         with self._lock:
             return list(self._peers.values())
 
     # -- one of them
 
     def id_of(self, name: str) -> int | None:
-        """A worker by its name; in an open group also one that has just come."""
+        """A worker's id by its name; in an open group also a newcomer's."""
         worker_id = self._ids.get(name)
         if worker_id is None and self._directory.is_open:
             self._read_newcomers()
             worker_id = self._ids.get(name)
         return worker_id
 
-    def find(self, name: str) -> WorkerInfo | None:
-        worker_id = self.id_of(name)
-        return None if worker_id is None else WorkerInfo(name, worker_id)
+    def named(self, worker: str | int) -> WorkerInfo:
+        """A worker by its name or rank.
+
+        Raises:
+            TelegradError: there is no such worker.
+            ValueError: this is neither a name nor a rank.
+        """
+        if isinstance(worker, str):
+            worker_id = self.id_of(worker)
+            if worker_id is not None:
+                return WorkerInfo(worker, worker_id)
+        elif isinstance(worker, int) and not isinstance(worker, bool):
+            name = self.name_of(worker)
+            if name is not None:
+                return WorkerInfo(name, worker)
+        else:
+            raise ValueError(
+                f"a worker is named by its name, rank or WorkerInfo, got a {type(worker).__name__}"
+            )
+        names = ", ".join(member.name for member in self.infos())
+        raise TelegradError(
+            f"could not find destination {worker!r}: the workers of this group are {names}"
+        )
 
     def name_of(self, worker_id: int) -> str | None:
         record = self._records.get(worker_id)
@@ -102,7 +122,7 @@ class Members:
         return None if record is None else record.name
 
     def last_name_of(self, worker_id: int) -> str | None:
-        """The same, also of one that has left the group."""
+        """The same, also for a worker that has left the group."""
         return self.name_of(worker_id) or self._former_names.get(worker_id)
 
     def record_of(self, worker_id: int) -> Record | None:
@@ -128,7 +148,7 @@ class Members:
         return self._peers.get(worker_id)
 
     def watch(self, worker_id: int) -> None:
-        """Makes sure that the loss of a worker would be noticed, also if it is lost already."""
+        """Connects to a worker, so that its loss is noticed; also if it is lost already."""
         if worker_id == self._info.id:
             return
         try:

@@ -1,4 +1,4 @@
-"""What a worker can be told when it starts."""
+"""The options of a worker."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ __all__ = [
 
 DEFAULT_RPC_TIMEOUT = 60.0
 LONGEST_TIMEOUT = 2e6
-"""About 23 days. `poll` counts milliseconds in 31 bits: more than this counts as no limit."""
+"""About 23 days: `poll` counts milliseconds in 31 bits. A longer timeout means no limit."""
 UNSET_RPC_TIMEOUT = -1.0
-"""As a timeout: the worker's default. Zero means none."""
+"""As a timeout: the worker's default. (0 means no limit.)"""
 
 
 def checked_timeout(seconds: Any, name: str = "timeout") -> float:
-    """What a program gave as a timeout, with 0 for whatever means no limit.
+    """A program's timeout; 0 if it means no limit.
 
     Raises:
-        TypeError: it is no number.
-        ValueError: it is negative, or NaN.
+        TypeError: it is not a number.
+        ValueError: it is negative or NaN.
     """
     is_number = isinstance(seconds, (float, int, Real)) and not isinstance(seconds, bool)
     if not is_number:
@@ -47,20 +47,20 @@ def checked_timeout(seconds: Any, name: str = "timeout") -> float:
     if math.isnan(seconds):
         raise ValueError(f"{name} must be a number of seconds, with 0 for no limit; got nan")
     if seconds < 0:
-        raise ValueError(f"{name} must not be negative; 0 is no limit; got {seconds!r}")
+        raise ValueError(f"{name} must not be negative; 0 means no limit; got {seconds!r}")
     return float(seconds)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TlsOptions:
-    """Mutual TLS: each worker shows a certificate, and believes only those of one authority.
+    """Mutual TLS: each worker has a certificate, and accepts only those of one authority.
 
     Args:
         certificate: file with this worker's certificate chain (PEM). Workers are reached by
             address, so it must name the address (`subjectAltName`) unless `check_hostname` is off.
-        key: file with its private key, not encrypted: nobody is asked for a passphrase.
+        key: file with its private key, not encrypted: there is no way to give a passphrase.
         authority: file with the certificate of the authority that signs all workers'.
-        check_hostname: whether a worker's certificate must name the address it was reached at.
+        check_hostname: whether a worker's certificate must name the address that it is reached at.
     """
 
     certificate: str
@@ -84,7 +84,7 @@ class TlsOptions:
         """
         Raises:
             OSError: a file cannot be read.
-            ValueError: it does not hold what it should.
+            ValueError: its content is not what it should be.
         """
         restrict(context)
         for name in ("certificate", "key", "authority"):
@@ -93,23 +93,23 @@ class TlsOptions:
             context.load_cert_chain(self.certificate, self.key, self._refuse_passphrase)
         except ssl.SSLError as error:
             raise ValueError(
-                f"TLS: {self.certificate!r} and {self.key!r} are no certificate and its key, both "
-                f"as PEM: {error}"
+                f"TLS: {self.certificate!r} and {self.key!r} are not a certificate and its key, "
+                f"both in PEM format: {error}"
             ) from None
         try:
             context.load_verify_locations(self.authority)
         except ssl.SSLError as error:
             raise ValueError(
-                f"TLS: {self.authority!r} is no authority's certificate as PEM: {error}"
+                f"TLS: {self.authority!r} is not an authority's certificate in PEM format: {error}"
             ) from None
 
     def _refuse_passphrase(self) -> str:
-        # OpenSSL would ask at the terminal, and wait there.
-        raise ValueError(f"TLS: the key {self.key!r} is encrypted; telegrad asks for no passphrase")
+        # OpenSSL would ask at the terminal and wait.
+        raise ValueError(f"TLS: the key {self.key!r} is encrypted: use a key without a passphrase")
 
 
 def _check_readable(name: str, path: str) -> None:
-    """The `ssl` module does not say which of its files it could not read."""
+    """Checks a file itself, because the `ssl` module does not name the file that it cannot read."""
     try:
         with open(path, "rb"):
             pass
@@ -147,41 +147,39 @@ class RpcOptions:
     """Options of `init_rpc`. Every one has a default that suits a program on one machine.
 
     Args:
-        rpc_timeout: seconds after which a call fails, where the call says nothing else; 0 is never,
-            and so is anything above 2 million, and infinity. It is also how long `init_rpc` waits
-            for the meeting place, and there for each worker.
+        rpc_timeout: default timeout of a call in seconds. 0, infinity, and anything above 2 million
+            mean no limit. `init_rpc` waits as long for the meeting place, and for each worker.
         init_method: where the workers meet: `env://`, `tcp://host:port` or `file:///path`.
         num_worker_threads: threads that run asynchronous calls. If all of them are blocked, more
             are started: up to 64, or four times the number if that is more. Further calls wait.
-            Calls that are nested in others have as many threads again at each depth.
-        secret: what workers prove to each other, and what connections over TCP are encrypted
-            with. The default is `TELEGRAD_SECRET` of the environment. A group on one machine, or
-            with a `file://` store, needs none: it uses one from a private file of the user.
-        encrypt: whether connections over TCP are encrypted. Without it, workers still prove the
-            secret when they connect, but whoever can reach the packets can read and change what
-            follows, and so run code on the workers. Must be the same for all workers.
-        transport: `auto` takes Unix sockets between processes of one host and TCP otherwise;
-            `unix`, `tcp` and `inproc` take just that.
-        tls: certificates, which connections over TCP then show and check. They also stand in for
-            a secret.
+            Nested calls have as many threads again at each depth.
+        secret: workers prove to each other that they know it, and it keys the encryption of TCP
+            connections. The default is `TELEGRAD_SECRET` of the environment. A group on one
+            machine, or with a `file://` store, needs none: it uses one from a private file of the
+            user.
+        encrypt: whether TCP connections are encrypted. Without it, workers still prove the secret
+            when they connect, but anyone with access to the packets can then read and change them,
+            and so run code on the workers. Must be the same for all workers.
+        transport: `auto` uses Unix sockets between processes of one host and TCP otherwise;
+            `unix`, `tcp` and `inproc` use only that.
+        tls: certificates for TCP connections. They also replace a secret.
         host: the address to listen at for other hosts. By default loopback if all workers are
             on this host, or else the address from which the meeting place is reached.
         shared_memory: whether large tensors go through shared memory on one host.
-        busy_wait: seconds for which a thread that waits for a message looks for it before it
-            sleeps. It makes small calls several times faster where waking a processor is slow, as
-            on virtual machines, and costs processor time; connections on which it does not pay
-            leave it by themselves, and so do processes that share their processors with programs
-            that compute. 0 turns it off.
+        busy_wait: how long, in seconds, a thread that waits for a message spins before it sleeps.
+            It makes small calls several times faster where waking a processor is slow, as on
+            virtual machines, and costs processor time. Connections that gain nothing from it stop
+            doing it, and so do processes that share their processors with computing programs. 0
+            turns it off.
         heartbeat_interval: seconds between signs of life to each peer.
         heartbeat_timeout: seconds of silence after which a peer counts as lost.
         connect_timeout: seconds to reach a peer and shake hands.
-        limits: the largest message accepted.
+        limits: the largest accepted message.
         allow: what other workers may run here, and what their messages may build: functions,
             classes, modules, and prefixes of dotted names. Everything else is refused with
-            `NotAllowed`. By default there is no such limit. See "An allow-list" in the security
-            guide.
-        wrap_transport: puts something between the agent and the network: an instrument, such as
-            `telegrad.observe.Traffic`, or the faults of `telegrad.testing.faults`.
+            `NotAllowed`. By default there is no limit. See "An allow-list" in the security guide.
+        wrap_transport: wraps the network: in an instrument, such as `telegrad.observe.Traffic`, or
+            in the faults of `telegrad.testing.faults`.
     """
 
     rpc_timeout: float = DEFAULT_RPC_TIMEOUT
@@ -234,7 +232,7 @@ class RpcOptions:
         self.allow_list()
 
     def allow_list(self) -> AllowList | None:
-        """What is allowed.
+        """The allow-list, if `allow` is given.
 
         Raises:
             TypeError, ValueError: `allow` is invalid.
@@ -242,7 +240,7 @@ class RpcOptions:
         return None if self.allow is None else AllowList(self.allow)
 
     def configured_secret(self) -> bytes | None:
-        """The secret that was given to this process, if one was."""
+        """The secret given to this process, if any."""
         secret = self.secret if self.secret is not None else os.environ.get("TELEGRAD_SECRET")
         if secret is None:
             return None
@@ -252,9 +250,9 @@ class RpcOptions:
         return secret.encode() if isinstance(secret, str) else secret
 
     def tcp_security(self) -> tuple[str, ssl.SSLContext | None, ssl.SSLContext | None]:
-        """How addresses over TCP begin, and the contexts of their sessions. Workers with different
-        settings have different addresses, so they tell that they do not fit, and no address from
-        the store makes a worker speak without encryption."""
+        """The scheme of TCP addresses, and the TLS contexts of the listening and the connecting
+        side. Workers with different settings have different schemes, so they notice that they do
+        not match, and no address in the store makes a worker connect without encryption."""
         if self.tls is not None:
             return "tls", self.tls.server_context(), self.tls.client_context()
         if self.encrypt:

@@ -1,7 +1,7 @@
 """Files that no other user of the machine may read or change: stores, and the user's own secret.
 
-A group on one machine needs no configured secret. Its workers share one that lies in a file of the
-user: whoever can read it could take over their processes anyway.
+A group on one machine needs no configured secret. Its workers share one in a file of the user: any
+process that can read it could take over their processes anyway.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["claim_store_file", "user_secret"]
 
 
 def claim_store_file(path: str) -> None:
-    """Creates the file of a `file://` store with mode 0600, or checks the one that is there.
+    """Creates the file of a `file://` store with mode 0600, or checks an existing one.
 
     Raises:
         TelegradError: other users can read or change it, or put another file in its place.
@@ -36,7 +36,7 @@ def claim_store_file(path: str) -> None:
 
 
 def user_secret() -> bytes:
-    """The secret that all groups of this user on this machine have in common; made at first use.
+    """The secret that all groups of this user on this machine share; made at first use.
 
     Raises:
         TelegradError: its directory or file belongs to, or is open to, another user.
@@ -47,7 +47,7 @@ def user_secret() -> bytes:
     _check_directory(directory, is_ours=True)
     path = os.path.join(directory, "secret")
     if not os.path.lexists(path):
-        # Written elsewhere first: a worker that comes meanwhile sees all of it or nothing.
+        # Written under another name first: other workers see the whole file or none.
         descriptor, draft = tempfile.mkstemp(dir=directory)
         try:
             with open(descriptor, "w", encoding="ascii") as file:
@@ -62,8 +62,8 @@ def user_secret() -> bytes:
 
 
 def _check_directory(directory: str, *, is_ours: bool = False) -> None:
-    """Whoever can write to a directory can put other files into the place of those in it, unless
-    it is like /tmp, where only the owner of a file can."""
+    """Checks that no other user can replace files in a directory. In one with a sticky bit, like
+    /tmp, only the owner of a file can."""
     try:
         found = os.lstat(directory) if is_ours else os.stat(directory)
     except OSError as error:
@@ -94,8 +94,8 @@ def _check_file(path: str) -> None:
     if found.st_uid != os.geteuid():
         raise TelegradError(
             f"{path!r} belongs to user {found.st_uid}, and this process runs as user "
-            f"{os.geteuid()}: whoever owns it could join the group. Choose another path, and start "
-            "all workers as one user"
+            f"{os.geteuid()}: that user could join the group. Choose another path, and start all "
+            "workers as one user"
         )
     if found.st_mode & 0o077:
         raise TelegradError(

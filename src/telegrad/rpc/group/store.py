@@ -1,9 +1,9 @@
-"""A store of torch's, of which every question ends.
+"""torch's stores: requests that end, and the part of a store that a group uses.
 
-A TCP store waits for its answers without a limit; even when the time for a key is over, for then it
-takes its question back, and waits until that is confirmed. If its host has vanished without a word
-that is a quarter of an hour, and if the process that keeps it has stopped, for ever. So each
-question is asked on a thread of its own, which is left behind if it does not end.
+torch's TCP store waits for answers without a limit. Even after the timeout for a key it withdraws
+the request, and waits for the confirmation of that: a quarter of an hour if its host has vanished,
+and forever if the process that hosts it is stopped. So `PatientStore` makes each request on a
+thread of its own, which is abandoned if the request does not end.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
-__all__ = ["PatientStore"]
+__all__ = ["Part", "PatientStore"]
 
 _T = TypeVar("_T")
 
-_GRACE = 2.0  # seconds beyond the store's own timeout, in which it says that this is over
+_GRACE = 2.0  # seconds beyond the store's own timeout, for it to report that
+
+_starts: dict[str, int] = {}  # the number of this process's next start, by meeting place
+_open_groups: dict[str, int] = {}  # that of its last start there, if the group was open
 
 
 class PatientStore:
-    """What workers ask of a store; see there.
-
-    All of it raises `DistNetworkError` if the store does not answer.
-    """
+    """A store whose requests all end. They raise `DistNetworkError` if it does not answer."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -55,14 +55,14 @@ class PatientStore:
         return self._ask(lambda: bytes(self._store.compare_set(key, expected, desired)))
 
     def wait(self, keys: list[str], seconds: float) -> bool:
-        """Waits until all keys are there; False if that takes longer."""
+        """Waits until all keys exist; False if that takes longer."""
 
         def wait() -> bool:
             try:
                 self._store.wait(keys, timedelta(seconds=seconds))
             except dist.DistNetworkError:
                 raise
-            except RuntimeError:  # some stores say what kind of error it is, and some do not
+            except RuntimeError:  # only some stores raise a more precise type
                 return self._store.check(keys)
             return True
 
@@ -76,7 +76,7 @@ class PatientStore:
         def ask() -> None:
             try:
                 answers.append(question())
-            except Exception as error:  # noqa: BLE001 - whatever it is, it is the asker's
+            except Exception as error:  # noqa: BLE001 - raised on the asking thread
                 errors.append(error)
 
         if not self._has_vanished:
@@ -84,13 +84,13 @@ class PatientStore:
             try:
                 thread.start()
             except RuntimeError:
-                ask()  # no thread to be had: then this one has to wait for as long as it takes
+                ask()  # no thread can be started: wait here, without a limit
             else:
                 thread.join(seconds)
         if errors:
             raise errors.pop()
         if not answers:
-            self._has_vanished = True  # what it was asked last still keeps it busy
+            self._has_vanished = True  # its last request still occupies it
             raise _not_answered(seconds)
         return answers.pop()
 
@@ -99,3 +99,50 @@ def _not_answered(seconds: float) -> Exception:
     error: Any = dist.DistNetworkError
     made: Exception = error(f"the store has not answered for {seconds:g} seconds")
     return made
+
+
+class Part(PrefixStore):
+    """The part of a store that belongs to one start of a group, identified by its number.
+
+    A process that starts again at the same meeting place uses fresh keys, and so do the others, in
+    step with it. A process that left an open group rejoins it, since others may still be there. A
+    process that replaces a crashed one uses that one's part.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        place: str,
+        rank: int,
+        *,
+        is_open: bool,
+        is_private: bool = False,
+        is_local: bool = False,
+    ) -> None:
+        self.is_private = is_private
+        """No other user can read or change it."""
+        self.is_local = is_local
+        """No other machine can reach it."""
+        self._place = place
+        self._is_open = is_open
+        self._number = self._find_number(PatientStore(store), rank)
+        super().__init__(f"telegrad/{self._number}", store)
+
+    def _find_number(self, store: PatientStore, rank: int) -> int:
+        place = self._place
+        if self._is_open and place in _open_groups:
+            return _open_groups[place]
+        last = f"telegrad/generation/{rank}"
+        if place not in _starts and store.check([last]):
+            return int(store.get(last))
+        number = _starts.get(place, 0)
+        store.set(last, str(number))
+        return number
+
+    def use_up(self) -> None:
+        """Call this when others can see this worker. If it fails before that, a second try is the
+        same start: the others may be waiting for it."""
+        _starts[self._place] = self._number + 1
+        _open_groups.pop(self._place, None)
+        if self._is_open:
+            _open_groups[self._place] = self._number

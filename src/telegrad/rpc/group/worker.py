@@ -1,7 +1,7 @@
-"""A worker's life: it meets the others, works, and leaves.
+"""`Worker`: joining a group, working, and leaving it.
 
-Everything that a worker consists of hangs on one `Worker` object: the agent, the table of remote
-references, gatherings, and what layers above have added through `extensions`.
+A worker holds everything of this process's part in the group: the agent, the table of remote
+references, gatherings, and the extensions of the layers above.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
@@ -24,9 +24,10 @@ from telegrad.errors import NotInitialized, RpcTimeout, TelegradError, WorkerLos
 from telegrad.forks import leave_at_fork
 from telegrad.rpc.calls.agent import Agent
 from telegrad.rpc.group import current
+from telegrad.rpc.group.directory import Directory, Record
 from telegrad.rpc.group.gather import Gatherings
 from telegrad.rpc.group.options import RpcOptions
-from telegrad.rpc.group.rendezvous import Directory, Record, host_identity, meet
+from telegrad.rpc.group.rendezvous import host_identity, meet
 from telegrad.rpc.group.worker_info import WorkerInfo
 from telegrad.rpc.references.fetch import RemoteReferences
 from telegrad.threads import heed_num_threads
@@ -38,23 +39,23 @@ __all__ = ["Extension", "Worker", "extensions", "start_worker"]
 
 _log = logging.getLogger("telegrad.rpc")
 
-_PATIENCE = 5.0  # for calls that still run here when the worker ends
+_PATIENCE = 5.0  # seconds for calls that still run here when the worker ends
 _PATIENCE_AT_EXIT = 0.5
 
 
 class Extension(Protocol):
-    """What a layer above adds to each worker."""
+    """A layer above's part of each worker."""
 
     def close(self) -> None:
-        """The worker ends: drop what belongs to it, fail what waits."""
+        """The worker ends: drop its state, fail what waits for it."""
 
     def needs_close(self) -> bool:
-        """Whether its threads must end before the interpreter does."""
+        """Whether its threads must end before the interpreter exits."""
         ...
 
 
 extensions: dict[str, Callable[[Agent], Extension]] = {}
-"""Made for every worker, before it talks to anybody. The key is how the layer finds its own."""
+"""Makes each worker's extensions, before it connects to others. A layer finds its own by key."""
 
 
 class Worker:
@@ -91,7 +92,7 @@ class Worker:
 
     @property
     def allowed(self) -> AllowList | None:
-        """What others may run here; None if anything."""
+        """What others may run here; None means no limit."""
         return self.references.codec.allowed
 
     def _begin_thread(self, _agent: Agent) -> None:
@@ -99,7 +100,7 @@ class Worker:
         heed_num_threads()
 
     def start(self, *, all_local: bool) -> None:
-        """Listens, publishes where, and waits for the rest of the group."""
+        """Listens, publishes the address, and waits for the rest of the group."""
         network, directory = self.agent.network, self.directory
         predecessor = self._predecessor
         record = network.listen(all_local=all_local)
@@ -130,23 +131,23 @@ class Worker:
                     raise TelegradError(
                         f"RPC worker name {me.name!r} is not unique: worker {other.id} has it"
                     )
-                network.members.forget(other.id)  # it is dead, or has left in this moment
+                network.members.forget(other.id)  # it is dead, or has just left
         network.members.call_by_name(me)
 
     def _tell_others(self, record: Record | None, *, timeout: float) -> None:
-        """Tells those who are there that this worker comes, or, by None, that it leaves. One that
-        is lost, or does not answer, hears of it later."""
+        """Notifies the workers in the group that this one joins or, by None, that it leaves. A
+        worker that is lost or does not answer learns it later."""
         members = self.agent.network.members
-        told = [
+        answers = [
             self.agent.request(member.id, Kind.MEMBERS, record, timeout=timeout)
             for member in members.infos()
             if member.id != self.info.id and not members.is_lost(member.id)
         ]
-        for answer in told:
+        for answer in answers:
             try:
                 answer.wait()
             except (RpcTimeout, WorkerLost) as error:
-                _log.info("another worker could not be told of %s: %s", self.info.name, error)
+                _log.info("another worker could not be notified of %s: %s", self.info.name, error)
 
     def _on_membership(self, source: int, record: Record | None) -> None:
         if record is None:
@@ -157,10 +158,10 @@ class Worker:
     # -- the end
 
     def shutdown(self, *, graceful: bool, timeout: float) -> None:
-        """Leaves the group; the worker is unusable afterwards, whatever is raised.
+        """Leaves the group. The worker is unusable afterwards, even if this raises.
 
         Args:
-            graceful: first waits until no worker has work left, and everybody knows.
+            graceful: first waits until no worker has work left, and all workers know it.
             timeout: seconds for that; 0 waits for as long as the others live.
         """
         try:
@@ -179,13 +180,13 @@ class Worker:
         self.part(deadline)
 
     def wait_until_quiet(self, deadline: float) -> None:
-        """Waits until no worker has work left and no message is under way; all must call it.
+        """Waits until no worker has work left and no message is under way. All must call it.
 
         Raises:
-            RpcTimeout: it was not so at the deadline, a time of `time.monotonic`.
+            RpcTimeout: the deadline, a time of `time.monotonic`, has passed.
         """
         workers = [member.id for member in self.agent.network.members.infos()]
-        # Twice the same counts, and nothing going on: then no message was under way in between.
+        # The same counts twice, and no work: so no message was under way in between.
         seen: Any = None
         while True:
             self._wait_until_idle(deadline)
@@ -196,7 +197,7 @@ class Worker:
             seen = counts
 
     def part(self, deadline: float) -> None:
-        """The last meeting: afterwards nobody says anything any more, and all may close."""
+        """The last gathering: afterwards no worker sends anything, and all may close."""
         workers = [member.id for member in self.agent.network.members.infos()]
         self._gather(workers, None, deadline)
         self._wait_until_last(workers)
@@ -208,7 +209,7 @@ class Worker:
                 name = self.agent.name_of(worker)
                 raise WorkerLost(
                     f"worker {self.info.name!r} ends without worker {name!r}, which may still need "
-                    f"it: {silence} (RpcOptions.heartbeat_timeout sets how much is allowed)",
+                    f"it: {silence} (RpcOptions.heartbeat_timeout sets the limit)",
                     worker=name,
                     reason=silence,
                 )
@@ -219,13 +220,13 @@ class Worker:
         return begun, ended, self.agent.pending_calls()
 
     def _is_idle(self) -> bool:
-        """Whether no call runs here and none made here is open."""
+        """Whether no call runs here, and no call made here is open."""
         begun, ended, pending = self._activity()
         return begun == ended and not pending
 
     def _wait_until_idle(self, deadline: float) -> None:
-        """Ends when it is idle, or at the deadline. A call made here ends by itself: by its reply,
-        its timeout or the loss of its worker."""
+        """Ends when this worker is idle, or at the deadline. A call made here ends with its reply,
+        its timeout, or the loss of its worker."""
         pause = 0.0005
         while not self._is_idle():
             if time.monotonic() > deadline:
@@ -239,8 +240,8 @@ class Worker:
             pause = min(2 * pause, 0.02)
 
     def _wait_until_last(self, workers: list[int]) -> None:
-        """The leader of the last gathering stays until the others have its answer: they leave
-        when they do. Ends when they are gone, or after a few seconds."""
+        """Holds the leader of the last gathering until the others have its answer, and so have
+        left. Ends when they are gone, or after a few seconds."""
         network = self.agent.network
         others = [w for w in workers if w != self.info.id]
         if others and self.info.id < min(others):
@@ -249,19 +250,19 @@ class Worker:
                 time.sleep(0.001)
 
     def _leave(self, deadline: float) -> None:
-        """Leaves an open group: others may go on."""
+        """Leaves an open group, in which others may continue."""
         try:
             self._wait_until_idle(deadline)
             self.references.flush(_left(deadline), others_stay=True)
-        finally:  # also if that took too long: this worker ends, and its name must be free
+        finally:  # also after a timeout: this worker ends, and its name must be free
             self.directory.withdraw()
             self._tell_others(None, timeout=_left(deadline) and max(1.0, _left(deadline)))
 
     def close(self, *, patience: float = _PATIENCE) -> None:
-        """Ends at once. What still waits here or elsewhere for this worker fails.
+        """Ends at once. Everything that waits for this worker, here or elsewhere, fails.
 
         Args:
-            patience: seconds that calls which still run here get to end by that.
+            patience: seconds to wait for calls that still run here.
         """
         with self._closing_lock:
             if self._is_closed:
@@ -274,10 +275,10 @@ class Worker:
         self.agent.close(patience=patience)
 
     def close_at_exit(self) -> None:
-        """Sees to it that a program which ends without a shutdown ends its worker all the same.
+        """Ends the worker of a program that exits without a shutdown.
 
-        Its threads would else run into the end of the interpreter, when the others' ends wake
-        them, and abort the process.
+        Otherwise the ends of other workers would wake its threads while the interpreter exits, and
+        abort the process.
         """
         atexit.register(self._close_at_exit)
 
@@ -286,16 +287,16 @@ class Worker:
             self.close(patience=_PATIENCE_AT_EXIT)
 
     def _leave_open(self, patience: float) -> bool:
-        """Leaves the connections to the end of the process, so that no other worker fails for want
-        of this one while this one still ends; False if it has to be closed first.
+        """Leaves the connections open until the process ends, so that no other worker fails for
+        lack of this one before it has exited. False if the worker must be closed first.
 
-        `multiprocessing` and `torch.multiprocessing.spawn` blame whichever process is gone first.
-        One that has raised takes a second to unload torch: if it closed its connections before
-        that, those who hear of it would be gone as soon.
+        `multiprocessing` and `torch.multiprocessing.spawn` blame the process that exits first. A
+        process that has raised takes a second to unload torch. If it closed its connections before
+        that, the workers that notice would fail and exit before it.
 
-        What is left are threads that wait for messages. One that is woken later wants the
-        interpreter, and is ended by it. So nothing may run on them any more, and none may hold what
-        cannot be destroyed without the interpreter.
+        The threads that wait for messages remain. If one is woken later, the exiting interpreter
+        ends it. So no work may run on them, and none may hold an object that cannot be destroyed
+        without the interpreter.
         """
         if any(extension.needs_close() for extension in self.extensions.values()):
             return False
@@ -306,15 +307,15 @@ class Worker:
                 return False
             time.sleep(0.001)
         self.agent.network.fall_silent()
-        _keep_for_ever(self)  # so that no connection is closed for want of an owner
+        _keep_forever(self)  # otherwise the end of this object closes the connections
         return True
 
     def leave_to_parent(self) -> None:
-        """In a forked process: whatever is asked of this worker, or of references to its values
-        and others', is refused there, and its end does nothing."""
-        _keep_for_ever(self)  # the end of a store is noted in its file, in the parent's name
+        """In a forked process: every use of this worker, and of references, raises; its end does
+        nothing."""
+        _keep_forever(self)  # the end of a `file://` store would change the parent's file
         self._closing_lock, self._is_closed = threading.Lock(), True
-        elsewhere: Any = _Elsewhere(self._refusal)
+        elsewhere: Any = current.InParent(self._refusal)
         self.agent.network = elsewhere
         self.references.table.leave_to_parent(self._refusal)
         current.leave_to_parent(self, self._refusal)
@@ -326,23 +327,13 @@ class Worker:
         )
 
 
-class _Elsewhere:
-    """In the place of what only the parent of a forked process may use."""
-
-    def __init__(self, refusal: Callable[[], NotInitialized]) -> None:
-        self._refusal = refusal
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise self._refusal()
-
-
 def _may_be_blamed() -> bool:
-    """Whether this process was started by `multiprocessing` and has no children: one that has some
-    waits for them at its end, and they may wait for its worker's."""
+    """Whether this process was started by `multiprocessing` and has no children. (A process with
+    children waits for them at its exit, and they may wait for the end of its worker.)"""
     return multiprocessing.parent_process() is not None and not multiprocessing.active_children()
 
 
-def _keep_for_ever(thing: object) -> None:
+def _keep_forever(thing: object) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
@@ -361,44 +352,34 @@ def start_worker(
     """Joins a group.
 
     Args:
-        store: where to meet; by default what `options.init_method` says.
-        prepare: gets the worker before it talks to anybody.
+        store: where to meet; by default `options.init_method`.
+        prepare: gets the worker before it connects to others.
     """
+    size = world_size or 0
     try:
-        return _start_worker(name, rank, world_size, options, store, prepare)
+        if store is None:
+            store, rank, size = meet(options, rank, world_size)
+        info = WorkerInfo(name, rank)
+        directory = Directory(store, rank, size)
+        directory.declare()
+        all_local = directory.all_on_one_host(host_identity())
+        secret = directory.secret(
+            options.configured_secret(), all_local=all_local, has_certificates=bool(options.tls)
+        )
+        incarnation = secrets.token_bytes(16)
+        worker = Worker(info, incarnation, derive_key(secret), options, directory)
+        try:
+            if prepare is not None:
+                prepare(worker)
+            worker.start(all_local=all_local)
+        except BaseException:
+            worker.close()
+            raise
     except dist.DistNetworkError as error:
         raise TelegradError(
             f"worker {name!r} lost the meeting place before it had joined the group: "
-            f"{str(error).splitlines()[0]}. Check the worker of rank 0, or whatever keeps the "
-            "store, and the network"
+            f"{str(error).splitlines()[0]}. Check the worker of rank 0, or the process that "
+            "hosts the store, and the network"
         ) from None
-
-
-def _start_worker(
-    name: str,
-    rank: int,
-    world_size: int | None,
-    options: RpcOptions,
-    store: Store | None,
-    prepare: Callable[[Worker], None] | None,
-) -> Worker:
-    if store is None:
-        store, rank, size = meet(options, rank, world_size)
-    else:
-        size = world_size or 0
-    info = WorkerInfo(name, rank)
-    directory = Directory(store, rank, size)
-    directory.declare()
-    configured = options.configured_secret()
-    all_local = directory.all_on_one_host(host_identity())
-    secret = directory.secret(configured, all_local=all_local, has_certificates=bool(options.tls))
-    worker = Worker(info, secrets.token_bytes(16), derive_key(secret), options, directory)
-    try:
-        if prepare is not None:
-            prepare(worker)
-        worker.start(all_local=all_local)
-    except BaseException:
-        worker.close()
-        raise
     worker.close_at_exit()
     return worker

@@ -1,4 +1,4 @@
-"""Who a worker is."""
+"""`WorkerInfo`: a worker's name and id."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _MAX_LENGTH = 128
 
 @dataclass(frozen=True, slots=True, repr=False)
 class WorkerInfo:
-    """A worker's name and id (its rank). Cheaper to pass to a call than a name is to look up.
+    """A worker's name and id (its rank). Passing it to a call saves looking up the name.
 
     Raises:
-        TelegradError: the name is empty, too long, or has other characters than letters, digits,
+        TelegradError: the name is empty, too long, or has characters other than letters, digits,
             underscore, colon and dash.
-        TypeError: it is no string.
+        TypeError: it is not a string.
     """
 
     name: str

@@ -1,7 +1,7 @@
-"""The vocabulary of the RRef protocol: what can happen, and what is then to be done.
+"""The events and effects of the RRef protocol.
 
-Events are in the past tense and go into `RRefProtocol.handle`; effects are imperative and come
-out of it. All of them are data. The theory is in `telegrad.rpc.references.protocol`.
+Events are in the past tense and go into `RRefProtocol.handle`; effects are imperative and come out
+of it. All are data. `telegrad.rpc.references.protocol` has the theory.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ __all__ = [
 ]
 
 UNKNOWN_WORKER = -1
-"""Stands for a receiver, or a parent, that is not known: a reference packed for nobody special."""
+"""The receiver or parent of a reference that was packed for an unknown receiver."""
 
 
 class Reason(enum.Enum):
-    """Why a reference or a value is no longer good."""
+    """Why a reference or a value is no longer usable."""
 
     OWNER_LOST = "its owner was lost"
     CREATOR_LOST = "the worker that was creating it was lost"
@@ -60,10 +60,10 @@ class Timing:
     """Durations in seconds.
 
     Args:
-        retry_first: how long the first acknowledgement of a message is awaited.
+        retry_first: the wait for the acknowledgement of a message before it is repeated.
         retry_last: each further wait is twice as long, up to this.
-        max_message_age: no message is delivered later than this after it was sent. TCP's
-            TIME_WAIT makes the same assumption; tombstones and placeholders live as long.
+        max_message_age: no message arrives later than this after it was sent. TCP's TIME_WAIT
+            makes the same assumption; tombstones and placeholders live as long.
     """
 
     retry_first: float = 0.25
@@ -114,7 +114,7 @@ class CreationArrived:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ValueWanted:
-    """Somebody asks for the value by its id."""
+    """A worker asks for the value by its id."""
 
     rref: RRefId
 
@@ -140,7 +140,7 @@ class CreationConfirmed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CreationFailed:
-    """The REMOTE message timed out or could not be sent: whether it arrived is not known."""
+    """The REMOTE message timed out or could not be sent; it may have arrived nevertheless."""
 
     fork: ForkId
 
@@ -173,7 +173,7 @@ class PassingAbandoned:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReferenceReceived:
-    """A reference was unpacked here, and has a handle now. `parent` is the worker that sent it."""
+    """A reference was unpacked here, and now has a handle. `parent` is the worker that sent it."""
 
     rref: RRefId
     fork: ForkId
@@ -197,14 +197,14 @@ class MessageArrived:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerDied:
-    """The worker is lost. Also told when a `Send` found it gone, however late."""
+    """The worker is lost. Also the answer to a `Send` that fails because it is gone."""
 
     worker: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlushStarted:
-    """This worker shuts down: all its user references end, whether handles live or not."""
+    """This worker shuts down: all its user references end, even those with live handles."""
 
 
 Event = (
@@ -229,7 +229,7 @@ Event = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Send:
-    """Post the message. If the receiver is known to be gone, answer with `WorkerDied`."""
+    """Post the message. If the receiver is lost, answer with `WorkerDied`."""
 
     to: int
     message: Message
@@ -237,14 +237,14 @@ class Send:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HoldValue:
-    """Open a place for the value, still empty."""
+    """Make an empty place for the value."""
 
     rref: RRefId
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DropValue:
-    """Let go of the value. With a reason, it will never come: fail those who wait for it."""
+    """Drop the value. With a reason, it will never be made: fail all waits for it."""
 
     rref: RRefId
     reason: Reason | None = None
@@ -265,7 +265,7 @@ class FailUser:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForgetUser:
-    """The reference is over, nothing more will be said about it."""
+    """The reference is over; no effect names it again."""
 
     fork: ForkId
 

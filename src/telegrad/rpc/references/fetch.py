@@ -1,14 +1,14 @@
 """Remote references on an agent: how `remote` is sent and run, and how values are fetched.
 
-A REMOTE message names the reference and its creator's fork in front of the call. The owner
-registers both, answers, and only then runs the function: the creator's reference is confirmed as
-soon as it can be, however long the function takes, and what the function raises is kept in the
-reference. A call with a timeout of its own is answered when the function is done: the timeout is
-for that. A call of a method is answered when its value has been found, since at the answer the
-caller lets go of it. A fetch waits at the owner without a thread until the value is there.
+In a REMOTE message, the ids of the reference and of its creator's fork precede the call. The owner
+registers both, answers, and only then runs the function. So the creator's reference is confirmed at
+once, however long the function takes, and the reference keeps what the function raises. There are
+two exceptions: a call with its own timeout is answered when the function is done, since the timeout
+is for that; and the call of a method is answered when its value is found, since the caller drops
+its reference at the answer. A fetch waits at the owner, without a thread, until the value is made.
 
-A worker that asks itself sends itself the same message. The value is what the function has returned
-and not a copy of it: a module that it returns is the one that others use and train.
+A worker that calls itself sends itself the same message. The value is the function's result, not a
+copy of it: a module that it returns is the one that others use and train.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import logging
 import struct
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,40 +29,43 @@ from telegrad.ids import ForkId, RRefId, first_of_life
 from telegrad.locks import check_wait
 from telegrad.rpc.calls.agent import Agent
 from telegrad.rpc.calls.async_call import AsyncCall
-from telegrad.rpc.calls.error_texts import timeout_text
-from telegrad.rpc.calls.kept_errors import again, fail, without_frames
-from telegrad.rpc.calls.outcome import as_exception, describe_function
-from telegrad.rpc.calls.service import runs_without_gradients
+from telegrad.rpc.calls.outcome import (
+    again,
+    as_exception,
+    describe_function,
+    fail,
+    timeout_text,
+    without_frames,
+)
+from telegrad.rpc.calls.service import run_function
 from telegrad.rpc.connections.network import Send
 from telegrad.rpc.functions import checked_future
-from telegrad.rpc.group.worker_info import WorkerInfo
-from telegrad.rpc.references.in_messages import PackedReferences
+from telegrad.rpc.references.in_messages import ReferenceCodec
 from telegrad.rpc.references.proxy import call_owned, call_owned_async
 from telegrad.rpc.references.records import OwnerEntry
-from telegrad.rpc.references.rref import RRef, rebuild_rref
-from telegrad.rpc.references.table import RRefTable
-from telegrad.wire.codec import Codec, Encoded, Reducer
+from telegrad.rpc.references.rref import RRef
+from telegrad.rpc.references.table import Call, RRefTable
+from telegrad.wire.codec import Codec, Reducer
 from telegrad.wire.frames import Frame, Kind
 from telegrad.wire.function_names import name_in, name_of
-from telegrad.wire.salvage import arguments_in
 
 __all__ = ["REMOTE_HEAD", "RemoteReferences", "register_reducer"]
 
 _log = logging.getLogger("telegrad.rpc")
 
-_PATIENCE = 60.0  # seconds without any change, after which references will not end any more
-_MOST_LEAKS = 10  # told of at shutdown, one by one
+_PATIENCE = 60.0  # seconds without any change, after which references count as stuck
+_MOST_LEAKS = 10  # listed at shutdown
 
 _reducers: dict[type, Reducer] = {}
 _codecs: weakref.WeakSet[Codec] = weakref.WeakSet()  # of the workers of this process
 
 
 def register_reducer(cls: type, reducer: Reducer) -> None:
-    """Says how objects of a type, and of its subtypes, are packed for other workers.
+    """Registers how objects of a type, and of its subtypes, are packed for other workers.
 
     Args:
-        reducer: takes the object and the id of the worker it goes to; returns what `__reduce__`
-            would. What it returns may hold references.
+        reducer: takes the object and the id of its destination; returns a value like that of
+            `__reduce__`, which may hold references.
     """
     _reducers[cls] = reducer
     for codec in list(_codecs):
@@ -72,43 +75,39 @@ def register_reducer(cls: type, reducer: Reducer) -> None:
 REMOTE_HEAD = struct.Struct("<qqqq?")
 """The reference, its creator's fork, and whether to answer only when the function is done."""
 
-
 _METHOD_CALLS = {name_of(call_owned), name_of(call_owned_async)}
 
 
 class RemoteReferences:
-    """Connects the table of references with an agent. The codec comes first: the agent needs it,
-    and the table needs the agent."""
+    """Remote references on an agent. The codec is made first: the agent needs it, and the table
+    needs the agent.
+
+    Attributes:
+        call: calls a function at a value's owner. The legacy profiler wraps it.
+    """
 
     table: RRefTable
 
     def __init__(self) -> None:
-        self.codec = _ReferenceCodec({RRef: self._reduce, **_reducers})
+        self.codec = ReferenceCodec(_reducers)
+        self.call: Call = self._call
         _codecs.add(self.codec)
         self._being_made: dict[RRefId, OwnerEntry] = {}
-        """What this worker has asked itself for, until it runs."""
+        """Values of `remote` calls to this worker itself that do not run yet."""
 
     def connect(self, agent: Agent) -> None:
         self._agent = agent
-        self.table = RRefTable(
-            agent,
-            fetch=self._fetch,
-            call=self._call,
-            bound_here=agent.bound_here,
-            worker_info=self._worker_info,
-            first_id=first_of_life(agent.directory.life),
-        )
-        self.codec.new_references = self.table.new_references
+        self.table = RRefTable(agent, self, first_id=first_of_life(agent.directory.life))
+        self.codec.table = self.table
         self.table.start()
         agent.handle(Kind.RREF_FETCH, self._on_fetch)
         agent.service.handle_frame(Kind.REMOTE, self._on_remote, REMOTE_HEAD.size)
         agent.service.admit = self._admit
 
-    def _reduce(self, rref: RRef[Any], destination: int) -> Any:
-        return self.table.reduce(rref, destination, self.codec.packed)
+    # -- for the table
 
-    def _worker_info(self, worker_id: int) -> WorkerInfo:
-        return WorkerInfo(self._agent.name_of(worker_id), worker_id)
+    def bound_here(self, work: Callable[[Any], None]) -> Callable[[Any], None]:
+        return self._agent.bound_here(work)
 
     # -- at the user
 
@@ -138,14 +137,14 @@ class RemoteReferences:
         made: list[tuple[RRefId, ForkId, RRef[Any]]] = []
         calls: list[AsyncCall] = []
         try:
-            # Noted in the step that makes it: Ctrl-C between two would leave it half made.
+            # Noted in the step that makes it, so that Ctrl-C cannot come in between.
             made.extend(map(self.table.new_user, (to,)))
             rref_id, fork_id, rref = made[0]
             ids = REMOTE_HEAD.pack(*rref_id, *fork_id, bool(timeout))
             on_answer = partial(self._created, fork_id)
             self._send(ids, to, func, args, kwargs, timeout, on_answer, calls)
         except BaseException as error:
-            # A request that has begun to leave is answered, and the reference settled by that.
+            # If sending the request has started, its reply settles the reference.
             if made and not any(call.begun or call.future.done() for call in calls):
                 self.table.creation_failed(made[0][1], again(as_exception(error)))
             raise
@@ -164,7 +163,7 @@ class RemoteReferences:
     ) -> None:
         """
         Args:
-            calls: gets the call that is made.
+            calls: the call is appended to it.
         """
         agent = self._agent
         head, encoded, context, message = agent.pack_call(to, func, args, kwargs)
@@ -174,7 +173,7 @@ class RemoteReferences:
             calls.append(call)
         agent.take_back_if_unread(call, encoded)
         body = (ids, head, encoded.payload)
-        agent.dispatch(call, Kind.REMOTE, context, message, body, encoded.buffers, timeout)
+        agent.async_calls.send(call, Kind.REMOTE, context, message, body, encoded.buffers, timeout)
 
     def _expire(self, entry: OwnerEntry, seconds: float, func: Callable[..., Any]) -> None:
         if not entry.is_done:
@@ -191,12 +190,12 @@ class RemoteReferences:
     def _created(self, fork_id: ForkId, future: Future[Any]) -> None:
         try:
             future.wait()  # it is done
-        except Exception as error:  # noqa: BLE001 - whatever it is, the reference tells it
+        except Exception as error:  # noqa: BLE001 - kept in the reference for its users
             self.table.creation_failed(fork_id, without_frames(error))
         else:
             self.table.creation_finished(fork_id)
 
-    def _fetch(self, owner: int, rref_id: RRefId, fork_id: ForkId, timeout: float) -> Any:
+    def fetch(self, owner: int, rref_id: RRefId, timeout: float) -> Any:
         check_wait("the value of a reference")
         return self._agent.exchange(
             owner,
@@ -228,14 +227,14 @@ class RemoteReferences:
         entry = self.table.entry(RRefId(*body))
         if entry.is_done:
             found = entry.value_to_send()
-            if not isinstance(found, torch._C.Future):  # that would be taken for a deferred answer
+            if not isinstance(found, torch._C.Future):  # a future would count as a deferred answer
                 return found
         value: Future[Any] = Future()
 
         def done(entry: OwnerEntry) -> None:
             try:
                 value.set_result(entry.value_to_send())
-            except Exception as error:  # noqa: BLE001 - what made the value fail, told to the user
+            except Exception as error:  # noqa: BLE001 - raised to the user
                 fail(value, error)
 
         entry.add_done_callback(done)
@@ -263,13 +262,7 @@ class RemoteReferences:
                 finally:
                     if is_method and not answers_when_done:
                         service.answer(source, frame, send, None)
-                frame.buffers = []
-                try:
-                    if runs_without_gradients(frame):
-                        torch._C._set_grad_enabled(False)
-                    value = func(*args, **kwargs)
-                finally:
-                    torch._C._set_grad_enabled(True)  # a function may have left it off
+                value = run_function(frame, func, args, kwargs)
                 if hasattr(func, "_wrapped_async_rpc_function"):
                     checked_future(func, value).add_done_callback(partial(_fill, entry))
                     return
@@ -281,9 +274,9 @@ class RemoteReferences:
         entry.set_value(value)
 
     def _admit(self) -> None:
-        """Between unpacking a call and running it: waits until the owners know of the references
-        among its arguments, for a function may rely on it that each of them keeps its value. Ends
-        by the owners' answers, by their loss, or when the table is closed."""
+        """Between unpacking a call and running it, waits until the owners count the references
+        among its arguments, since the function may rely on them to keep their values. Ends with the
+        owners' answers, their loss, or the end of the table."""
         unconfirmed = self.table.take_unconfirmed()
         if unconfirmed:
             confirmed = threading.Event()
@@ -293,18 +286,18 @@ class RemoteReferences:
     # -- the end
 
     def flush(self, timeout: float, *, others_stay: bool = False) -> None:
-        """For a graceful end: no reference crosses this worker's border any more.
+        """For a graceful shutdown: ends all references between this worker and others.
 
         Args:
-            others_stay: this worker leaves alone; what others hold of its values is lost to them.
+            others_stay: only this worker leaves; others lose its values.
 
         Raises:
-            RRefError: the time was over before that.
+            RRefError: references were left at the timeout.
         """
         self.table.drain()
         leaks = self.table.leak_report()
         if leaks:
-            # No error: references that live as long as their program are common.
+            # Not an error: references that live as long as their program are common.
             _log.info(
                 "%d references to values of %s were still held by others when it shut down: %s%s",
                 len(leaks),
@@ -315,8 +308,8 @@ class RemoteReferences:
         still_open = self.table.flush(timeout or None, _PATIENCE, others_stay=others_stay)
         if still_open and not timeout:
             _log.warning(
-                "%s shuts down with references that did not end: a message that held them was "
-                "never unpacked, or a worker has hung: %s",
+                "%s shuts down with references that did not end, because a message that held them "
+                "was never unpacked, or a worker hangs: %s",
                 self._agent.info.name,
                 "; ".join(still_open[:_MOST_LEAKS]),
             )
@@ -327,64 +320,8 @@ class RemoteReferences:
         self.table.close()
 
 
-class _ReferenceCodec(Codec):
-    """A codec that takes references back which were packed into a message that is not sent,
-    because something after them in it cannot be packed; and ends those in a message that cannot be
-    unpacked."""
-
-    new_references: Callable[[], PackedReferences]
-
-    def __init__(self, reducers: Mapping[type, Reducer]) -> None:
-        super().__init__(reducers)
-        self._thread = threading.local()
-
-    @property
-    def packed(self) -> PackedReferences:
-        """What the message that this thread packs has taken so far."""
-        ours = self._thread.__dict__
-        packed: PackedReferences | None = ours.get("packed")
-        if packed is None:
-            packed = ours["packed"] = self.new_references()
-        return packed
-
-    def _encode_any(
-        self,
-        value: object,
-        destination: int,
-        root: str,
-        labels: Sequence[str] | None,
-        *,
-        apart: bool = False,
-    ) -> Encoded:
-        ours = self._thread.__dict__
-        # Of a message that is just being packed, if a destructor has interrupted that to call.
-        interrupted = ours.pop("packed", None)
-        try:
-            encoded = super()._encode_any(value, destination, root, labels, apart=apart)
-            if "packed" in ours:
-                encoded.references = ours["packed"]
-                if labels is None:  # no arguments of a call: whoever sends it tells nothing of it
-                    ours["packed"].leave()
-            return encoded
-        except BaseException:
-            if "packed" in ours:
-                ours["packed"].abandon()
-            raise
-        finally:
-            ours.pop("packed", None)
-            if interrupted is not None:
-                ours["packed"] = interrupted
-
-    def _not_decoded(self, stream: bytes | bytearray | memoryview) -> None:
-        for arguments in arguments_in(stream, rebuild_rref):
-            try:
-                rebuild_rref(*arguments)  # and nobody keeps it; unpacking one twice does no harm
-            except Exception as error:  # noqa: BLE001 - the message is damaged: it is an error anyway
-                _log.debug("a reference could not be unpacked: %s", error)
-
-
 def _fail_if_unsent(entry: OwnerEntry, future: Future[Any]) -> None:
-    """A worker's message to itself was answered, or could not be served, as when it closes."""
+    """Fails the value of a message to this worker itself that was not served, as when it closes."""
     try:
         future.wait()  # it is done
     except Exception as error:  # noqa: BLE001 - kept in the reference for its users

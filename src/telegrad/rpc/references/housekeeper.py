@@ -1,18 +1,16 @@
-"""Notes for later: how the RRef table hears of the death of a handle, and of time.
+"""The thread of the RRef table that handles the deaths of handles, and timers.
 
-The death of a handle may be noticed on any thread at any moment, see `telegrad.locks`. So
-`RRef.__del__` puts a note into a `queue.SimpleQueue`, and a thread of the table's own reads the
-notes. A timer leaves a note, too: the agent's clock thread must not block, and messages sent again
-may.
+A destructor may run on any thread at any moment; see `telegrad.locks`. So `RRef.__del__` puts a
+note into a `queue.SimpleQueue`, and this thread reads the notes. Timers put notes, too, since
+repeated messages may block and the agent's clock thread must not.
 
-Ctrl-C may strike inside of `__del__`, before it has left its note, and Python drops both. So each
-handle is also watched by a weak reference, a `Handle`, whose callback is the queue's `put` itself:
-C code, which no signal interrupts. But the collector calls it before the destructors of what it is
-about to free, and one of these may still use the reference. A handle that only its weak reference
-has told of is therefore given up after a while.
+Ctrl-C may interrupt `__del__` before it puts its note. So each handle also has a weak reference, a
+`Handle`, whose callback is the queue's `put` itself: C code, which no signal interrupts. But the
+garbage collector calls it before the destructors of the objects that it frees, and one of these may
+still use the reference. So a handle known dead only by its weak reference is dropped after a delay.
 
 (Rejected: a plain deque drained by the next operation, which may never come; `call_later` from a
-destructor, since the collection may have struck inside the clock's own lock.)
+destructor, since the collection may come while the clock's own lock is held.)
 """
 
 from __future__ import annotations
@@ -37,11 +35,11 @@ _GRACE = 10.0  # seconds for the destructors of one garbage collection
 
 
 class Handle(weakref.ref[Any]):
-    """Stands for one `RRef` object, also after its end.
+    """Identifies one `RRef` object, even after its death.
 
     Args:
         rref: the object.
-        put: takes this when the object is gone.
+        put: is called with this handle when the object dies.
     """
 
     __slots__ = ("fork_id", "rref_id")
@@ -62,16 +60,16 @@ class Handle(weakref.ref[Any]):
 
 
 Note = tuple[Handle] | Handle | Watch | float | tuple[()] | None
-"""A handle that died, one that its weak reference has told of, references whose message was not
-sent, a deadline, a step that waits in the table, or the end."""
+"""In this order: a dead handle; one whose weak reference has died; references whose message was not
+sent; a deadline; a step that waits in the table; the end."""
 
 
 class Housekeeper:
-    """Collects notes from anywhere and has them heeded on one thread.
+    """Collects notes from any thread, and handles them on its own.
 
     Args:
-        heed: takes the handles that died, the references that were packed and not sent, and the
-            deadlines that have come. Each handle comes once.
+        heed: handles dead handles, references that were packed and not sent, and past deadlines.
+            Gets each handle once.
     """
 
     def __init__(
@@ -82,14 +80,14 @@ class Housekeeper:
         self._notes: queue.SimpleQueue[Note] = queue.SimpleQueue()
         self.note: Callable[[Note], None] = self._notes.put
         """Safe on any thread, in destructors, and under any lock."""
-        self._handles: set[Handle] = set()  # of those whose death has not been heeded
+        self._handles: set[Handle] = set()  # whose deaths were not handled yet
         self._suspects: list[tuple[float, Handle]] = []
         self.unsent: set[Watch] = set()
-        """What watches the references in messages that have not begun to leave."""
+        """Watches the references in messages whose sending has not started."""
         self._thread: threading.Thread | None = None
 
     def watch(self, rref: Any, rref_id: RRefId, fork_id: ForkId | None) -> Handle:
-        """The handle of an object; its destructor is to `note` it."""
+        """Makes the handle of an object, whose destructor must `note` it."""
         handle = Handle(rref, self._notes.put, rref_id, fork_id)
         self._handles.add(handle)
         return handle
@@ -112,14 +110,14 @@ class Housekeeper:
         self._thread.start()
 
     def stop(self) -> None:
-        """What is still noted is not heeded any more."""
+        """Ends the thread; drops the remaining notes."""
         thread, self._thread = self._thread, None
         self._notes.put(None)
         if thread is not None and thread is not threading.current_thread():
             thread.join()
 
     def drain(self) -> None:
-        """Heeds what is noted now, on the calling thread, without waiting for more."""
+        """Handles the present notes on the calling thread."""
         notes: list[Note] = []
         while True:
             try:
@@ -128,7 +126,7 @@ class Housekeeper:
                 break
         self._pass_on(notes)
         if None in notes:
-            self._notes.put(None)  # it is meant for the thread
+            self._notes.put(None)  # for the thread
 
     def _run(self) -> None:
         while True:
@@ -138,14 +136,14 @@ class Housekeeper:
                 note = ()
             if note is None:  # by `stop`
                 return
-            # Nothing here is urgent, and references often die in swarms: one message for all.
+            # Nothing is urgent, and many references often die at once: send one message for all.
             time.sleep(_REST)
             try:
                 self._pass_on([note])
                 self.drain()
             except Exception:  # noqa: BLE001 the thread must live
-                # Without it nothing would ever be dropped.
-                _log.exception("%s failed to tidy up", self._name)
+                # Without it, no value would ever be dropped.
+                _log.exception("%s could not handle the end of references", self._name)
 
     def _pass_on(self, notes: list[Note]) -> None:
         now = time.monotonic()

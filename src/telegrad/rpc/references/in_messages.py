@@ -1,28 +1,55 @@
-"""The references in a message that is packed and not sent yet.
+"""References in messages: the one place that states how they are counted.
 
-Ctrl-C may end a call at any instruction between the two. No handler of exceptions stands at all of
-these, but whatever ends the call lets go of the message. So a weak reference watches its list of
-references. Its callback is the `put` of the housekeeper's queue, which is C code that no signal
-interrupts, and the housekeeper abandons them. From the step that begins to send the message, its
-sender answers for them.
+A reference that is packed into a message is one fork, which its owner or its parent counts from
+then on. **Each such fork ends in exactly one way:**
+
+=====================  ============================================================================
+what becomes of it     what ends it
+=====================  ============================================================================
+received               `RRefTable.rebuild` makes a reference of it; that reference's end ends it.
+                       A reply is unpacked even if its call was given up (`Agent.drop_late_reply`)
+unreadable             something else in the message cannot be unpacked: `ReferenceCodec` finds the
+                       references in its bytes, and lets them end at once
+not packed             something after it cannot be packed: `ReferenceCodec` abandons it
+not sent               `PackedReferences.abandon`, by the sender: for requests
+                       `Agent.take_back_after`, for replies `Service.answer`
+dropped before it was  Ctrl-C ended the call between packing and sending. No handler of exceptions
+sent                   covers every instruction between them, but the message is dropped: a `Watch`
+                       notes that for the housekeeper, which abandons the reference
+sent and not read      Ctrl-C ended the call before it read its reply: it sends UNREAD, and the
+                       callee abandons what the reply held (`rpc.sent_references`)
+lost                   its receiver is lost: the protocol strikes off all forks of that worker
+=====================  ============================================================================
+
+To abandon a fork twice, or to unpack a message twice, changes nothing.
 """
 
 from __future__ import annotations
 
+import logging
+import threading
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from telegrad.ids import ForkId, RRefId
+from telegrad.rpc.references.rref import RRef, rebuild_rref
+from telegrad.wire.codec import Codec, Encoded, Reducer
+from telegrad.wire.salvage import arguments_in
 
-__all__ = ["Made", "PackedReferences", "Watch"]
+if TYPE_CHECKING:
+    from telegrad.rpc.references.table import RRefTable
+
+__all__ = ["Made", "PackedReferences", "ReferenceCodec", "Watch"]
+
+_log = logging.getLogger("telegrad.rpc")
 
 Made = tuple[RRefId, ForkId]
-"""A reference that was packed, by its value and its own id."""
+"""A packed reference, by its value and its own id."""
 
 
 class Watch(weakref.ref[Any]):
-    """Tells that the references in a message are gone, and which these were."""
+    """Tells that a message with references is gone, and which references they were."""
 
     __slots__ = ("made",)
 
@@ -30,36 +57,86 @@ class Watch(weakref.ref[Any]):
 
 
 class PackedReferences:
-    """
-    Args:
-        abandon: ends references that will not be unpacked.
-        unsent: holds what watches this, until the message begins to leave.
-        put: takes the watch if this goes before that.
+    """The references in one message, until it is sent.
+
+    Its watch is a weak reference whose callback is the `put` of the housekeeper's queue: C code,
+    which no signal interrupts.
     """
 
-    __slots__ = ("__weakref__", "_abandon", "_unsent", "_watch", "made")
+    __slots__ = ("__weakref__", "_table", "_watch", "made")
 
-    def __init__(
-        self,
-        abandon: Callable[[Iterable[Made]], None],
-        unsent: set[Watch],
-        put: Callable[[Any], None],
-    ) -> None:
+    def __init__(self, table: RRefTable) -> None:
         self.made: list[Made] = []
-        self._abandon = abandon
-        self._unsent = unsent
-        self._watch: Watch | None = Watch(self, put)
+        self._table = table
+        self._watch: Watch | None = Watch(self, table.housekeeper.note)
         self._watch.made = self.made
-        unsent.add(self._watch)
+        table.housekeeper.unsent.add(self._watch)
 
     def leave(self) -> None:
-        """The message is about to be sent; from now on its sender calls `abandon` if it fails."""
+        """The message is about to be sent; from now on its sender calls `abandon` if that fails."""
         watch = self._watch
         if watch is not None:
-            self._unsent.discard(watch)
-            self._watch = None  # which calls nothing any more
+            self._table.housekeeper.unsent.discard(watch)
+            self._watch = None
 
     def abandon(self) -> None:
         """The message will not be unpacked."""
-        self._abandon(self.made)
+        self._table.abandon(self.made)
         self.leave()
+
+
+class ReferenceCodec(Codec):
+    """The codec of a worker, which counts the references in messages."""
+
+    table: RRefTable
+
+    def __init__(self, reducers: Mapping[type, Reducer]) -> None:
+        super().__init__({RRef: self._reduce, **reducers})
+        self._thread = threading.local()
+
+    def _reduce(self, rref: RRef[Any], destination: int) -> Any:
+        return self.table.reduce(rref, destination, self.packed)
+
+    @property
+    def packed(self) -> PackedReferences:
+        """The references packed so far in the message that this thread packs."""
+        ours = self._thread.__dict__
+        packed: PackedReferences | None = ours.get("packed")
+        if packed is None:
+            packed = ours["packed"] = PackedReferences(self.table)
+        return packed
+
+    def _encode_any(
+        self,
+        value: object,
+        destination: int,
+        root: str,
+        labels: Sequence[str] | None,
+        *,
+        apart: bool = False,
+    ) -> Encoded:
+        ours = self._thread.__dict__
+        # Not None if a destructor makes a call while this thread packs another message.
+        interrupted = ours.pop("packed", None)
+        try:
+            encoded = super()._encode_any(value, destination, root, labels, apart=apart)
+            if "packed" in ours:
+                encoded.references = ours["packed"]
+                if labels is None:  # not a call's arguments: its sender does not call `leave`
+                    ours["packed"].leave()
+            return encoded
+        except BaseException:
+            if "packed" in ours:
+                ours["packed"].abandon()
+            raise
+        finally:
+            ours.pop("packed", None)
+            if interrupted is not None:
+                ours["packed"] = interrupted
+
+    def _not_decoded(self, stream: bytes | bytearray | memoryview) -> None:
+        for arguments in arguments_in(stream, rebuild_rref):
+            try:
+                rebuild_rref(*arguments)  # and drops it at once
+            except Exception as error:  # noqa: BLE001 - the message is damaged, which is raised
+                _log.debug("a reference could not be unpacked: %s", error)

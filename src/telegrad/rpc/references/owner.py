@@ -1,14 +1,14 @@
-"""What a worker knows, by the RRef protocol, of the values it owns.
+"""The owner's half of the RRef protocol: the values that a worker owns.
 
-The theory is in `telegrad.rpc.references.protocol`; this is its owner's half.
+`telegrad.rpc.references.protocol` has the theory.
 
 =============  ===============================================================================
 state          meaning
 =============  ===============================================================================
-(absent)       never heard of, or dropped; tombstones tell which for as long as it matters
-PLACEHOLDER    asked for before its REMOTE message came; ends by it, by the creator's loss, or
+(absent)       unknown, or dropped; tombstones tell the two apart while it matters
+PLACEHOLDER    wanted before its REMOTE message came; ends with that, with the creator's loss, or
                after `max_message_age`, when it can no longer come
-CREATED        the value is here or being computed here; dropped with its last fork and handle
+CREATED        the value is here, or being computed; dropped with its last fork and handle
 =============  ===============================================================================
 """
 
@@ -51,9 +51,9 @@ class OwnerLedger:
         self._age = timing.max_message_age
         self._owned: dict[RRefId, _Owned] = {}
         self._placeholders: dict[RRefId, float] = {}
-        # id → when it may be forgotten. Dicts keep their order and the time to live is always the
-        # same, so the oldest is first. Ids made by this worker need none: one that is not in
-        # `_owned` is over, since nobody else could have brought it up before we did.
+        # id → when to forget it. Dicts keep their order and all ids live equally long, so the
+        # oldest is first. Ids made by this worker need no tombstone: one that is not in `_owned`
+        # is over, since this worker brought it up first.
         self._dead_forks: dict[ForkId, float] = {}
         self._dead_rrefs: dict[RRefId, float] = {}
 
@@ -69,7 +69,8 @@ class OwnerLedger:
                 yield rref, fork, worker
 
     def count_forked(self) -> int:
-        """Values that other workers know of; a local value that was never passed on is not one."""
+        """How many values other workers know; a local value that was never passed on does not
+        count."""
         return sum(
             1
             for owned in self._owned.values()
@@ -93,7 +94,7 @@ class OwnerLedger:
         owned = self._owned.get(rref)
         if owned is None:
             if self._is_over(rref) or self._is_struck(fork):
-                return []  # its creator gave up before we heard of it
+                return []  # its creator gave up before the message came
             self._owned[rref] = _Owned(OwnedState.CREATED, forks={fork: creator})
             return [HoldValue(rref=rref)]
         owned.state = OwnedState.CREATED
@@ -112,8 +113,8 @@ class OwnerLedger:
         return []
 
     def received(self, rref: RRefId, fork: ForkId, now: float) -> list[Effect]:
-        """A reference came home: it becomes a local handle; if this worker made the fork itself,
-        the fork has done its work of keeping the value while it was under way."""
+        """A reference came home: it becomes a local handle. If this worker made the fork itself, to
+        keep the value while the reference was under way, the fork ends."""
         effects = self._open(rref, now)
         owned = self._owned.get(rref)
         if owned is not None:
@@ -179,7 +180,7 @@ class OwnerLedger:
     # --- Parts -----------------------------------------------------------------------------------
 
     def _is_over(self, rref: RRefId) -> bool:
-        """Whether an unknown rref must have been dropped, and is not still to come."""
+        """Whether an unknown rref was dropped, rather than still to come."""
         return rref.created_on == self._worker_id or rref in self._dead_rrefs
 
     def _is_struck(self, fork: ForkId, rref: RRefId | None = None) -> bool:

@@ -7,11 +7,11 @@ The network may lose, delay, repeat and reorder control messages, and workers ma
 
 1. *A value outlives its references.* It is not dropped while a live handle, or a reference under
    way in a message, exists anywhere.
-2. *A value without references is dropped*, and nothing stays in memory on its account.
-3. *Every wait ends*: in a confirmation, in the loss of the worker waited for, or in "gone".
+2. *A value without references is dropped*, and leaves nothing in memory.
+3. *Every wait ends*: with a confirmation, with the loss of the awaited worker, or with "gone".
 
 The exception to 1: a worker dies while a reference that it passed on is still unconfirmed. The
-receiver may then find the value gone and is told so.
+receiver may then find the value gone, and gets an error.
 
 **Who knows what**
 
@@ -19,66 +19,63 @@ The owner counts *forks*, one per reference that another worker holds, and its o
 is one fork; it may have several handles (Python objects).
 
 - *Creation.* ``remote()`` makes the ids; the REMOTE message registers the creator's fork. The
-  answer to the request confirms it. If the request fails, nobody knows whether the message
-  arrived, so the end of such a reference is told to the owner like any other.
-- *A user passes it on.* A makes a child fork for B and must stay registered until the owner counts
+  answer to the request confirms it. If the request fails, the message may have arrived
+  nevertheless, so the creator sends DELETE at the end of such a reference, too.
+- *A user passes it on.* A makes a child fork for B, and stays registered until the owner counts
   the child, even if A's own handles die. ``B → owner: FORK``, ``owner → B: FORK_ACCEPTED``,
   ``B → A: CHILD_ACCEPTED``, ``A → B: CHILD_ACKNOWLEDGED``.
 - *The owner passes it on.* It counts B's fork at once; B is confirmed from the start, without a
-  message. (A reference packed for an unknown receiver is claimed by B with FORK, so that the owner
-  learns whose it is.)
-- *It comes home.* The owner counts a handle and tells the parent CHILD_ACCEPTED.
+  message. (If the receiver is unknown when the reference is packed, B sends FORK, so that the
+  owner learns who holds it.)
+- *It comes home.* The owner counts a handle and sends CHILD_ACCEPTED to the parent.
 - *The end.* A user without handles, confirmed, and with no unconfirmed children, sends
-  ``DELETE`` until it is answered by ``DELETED``.
+  ``DELETE`` until ``DELETED`` answers it.
 
 FORK, CHILD_ACCEPTED and DELETE are idempotent, and repeated until acknowledged
-(`telegrad.rpc.references.outbox`).
+(`telegrad.rpc.references.user.Outbox`).
 
 **Late and early messages**
 
-A FORK, or the REMOTE message, may come after the DELETE of its fork; it must not bring the fork
-back. The owner keeps a *tombstone* of each deleted fork and of each dropped value for
-`Timing.max_message_age`. No message is older than that, so none can slip in later, and memory is
-bounded in a run of any length. Ids made by the owner itself need no tombstone: either they are in
-its table, or they are over.
+A FORK, or the REMOTE message, may come after the DELETE of its fork, and must not bring the fork
+back. So the owner keeps a *tombstone* of each deleted fork and of each dropped value for
+`Timing.max_message_age`. No message is older than that, so none comes later, and memory is bounded
+in a run of any length. Ids made by the owner itself need no tombstone: they are in its table, or
+over.
 
 A FORK, a fetch, or a reference coming home may also arrive *before* the REMOTE message, over
-another connection. The owner then opens a *placeholder* which the REMOTE message fills. So nobody
-has to wait for a confirmation before using a reference: ``remote(...).to_here()`` takes one round
-trip. (Rejected: fetching only after confirmation, which takes two; and refusing early messages,
-which costs a retry.) The wait for a placeholder ends by the REMOTE message, by the loss of the
-creator, or after `max_message_age`: whoever brought up the id knew of it after the REMOTE message
-was sent, so by then it has arrived or never will.
+another connection. The owner then opens a *placeholder*, which the REMOTE message fills. So a
+reference can be used before it is confirmed: ``remote(...).to_here()`` takes one round trip.
+(Rejected: fetching only after confirmation, which takes two; and refusing early messages, which
+costs a retry.) The wait for a placeholder ends with the REMOTE message, with the loss of the
+creator, or after `max_message_age`: the worker that used the id learned it after the REMOTE message
+was sent, so by then the message has arrived or never will.
 
 **Loss of a worker**
 
-The owner strikes off its forks, with tombstones. A user whose owner is lost fails and sends the
-owner nothing more; the parent of one that was not counted yet is told CHILD_ACCEPTED, for it may
-not have lost the owner, and waits. A parent stops waiting for a child on that worker; a child
-whose parent is lost goes on.
+The owner strikes off the lost worker's forks, with tombstones. A user whose owner is lost fails,
+and sends the owner nothing more. If its parent still waits for it to be counted, it sends
+CHILD_ACCEPTED there, since the parent may not have lost the owner. A parent stops waiting for a
+child on the lost worker; a child whose parent is lost continues.
 
-A loss is one worker's view. Others may have reached the same worker all the time, or again, as
-after a silence longer than the heartbeat, and may pass references to its values on. So what was
-open at a loss is over for good, and a reference that arrives later is a new matter: its FORK is
-sent, with a new attempt to connect.
+A loss is one worker's view. Others may have reached the same worker all the time, or again after a
+silence longer than the heartbeat, and may pass on references to its values. So everything that was
+open at a loss has ended, and a reference that arrives later is new: its FORK is sent, with a new
+attempt to connect.
 
-A FORK that a dead worker had sent may still arrive after its loss was told. There is no list of
-dead workers, because a worker may come back under its id; instead the answer to it cannot be sent,
-which tells the machine of the loss again. That is why a failed `Send` must be answered with
-`WorkerDied`.
+A FORK from a dead worker may arrive after its loss was handled. There is no list of dead workers,
+because a worker may return under its id. But the answer cannot be sent, which reports the loss to
+the machine again. That is why a failed `Send` must be answered with `WorkerDied`.
 
 **What the machine cannot see**
 
-Whether a message that carries a reference was sent at all: `PassingAbandoned` says that it was
-not. One that arrived must be unpacked, even if nobody wants it any more (a late reply), so that
-the references in it can end. There is no time limit on a reference under way: a leak until the
-receiver's loss is better than a value dropped under a slow receiver.
+Whether a message with references was sent at all: `PassingAbandoned` says that it was not
+(`telegrad.rpc.references.in_messages`). There is no time limit on a reference under way: a leak
+until the receiver's loss is better than dropping the value of a slow receiver.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from telegrad.ids import ForkId, RRefId
 from telegrad.rpc.references.events import (
@@ -101,22 +98,11 @@ from telegrad.rpc.references.events import (
     ValueWanted,
     WorkerDied,
 )
-from telegrad.rpc.references.outbox import Outbox
 from telegrad.rpc.references.owner import OwnedState, OwnerLedger
-from telegrad.rpc.references.user import UserLedger, UserState
+from telegrad.rpc.references.user import Outbox, UserLedger, UserState
 from telegrad.wire.frames import Kind
 
-__all__ = ["Counts", "RRefProtocol"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Counts:
-    """What upstream's debug information counts."""
-
-    owner_rrefs: int
-    forks: int
-    pending_users: int
-    pending_futures: int
+__all__ = ["RRefProtocol"]
 
 
 class RRefProtocol:
@@ -130,8 +116,9 @@ class RRefProtocol:
         self._user = UserLedger(self._outbox)
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        """Takes one event in; what is to be done comes out, in order. Defined for every event in
-        every state: what does not fit is late, early or repeated, and changes nothing."""
+        """Takes an event; returns its effects, in order. Defined for every event in every state:
+        one
+        that does not fit is late, early or repeated, and changes nothing."""
         owner, user = self._owner, self._user
         match event:
             case MessageArrived(source=source, message=message):
@@ -167,11 +154,12 @@ class RRefProtocol:
         raise TypeError(f"not an event of the RRef protocol: {event!r}")
 
     def tick(self, now: float) -> list[Effect]:
-        """What the passing of time asks for; call it at `next_deadline`, or later, or sooner."""
+        """The effects of time passing. To be called at `next_deadline`; at other times it is
+        harmless."""
         return [*self._outbox.due(now), *self._owner.tick(now)]
 
     def next_deadline(self) -> float | None:
-        """When `tick` will have something to do, if nothing happens before."""
+        """When `tick` has something to do, if no event comes before."""
         retry, expiry = self._outbox.next_deadline(), self._owner.next_deadline()
         if retry is None or expiry is None:
             return retry if expiry is None else expiry
@@ -190,33 +178,34 @@ class RRefProtocol:
         return self._user.can_pass(fork)
 
     def forks(self) -> Iterable[tuple[RRefId, ForkId, int]]:
-        """What this worker holds for others: value, fork, and whose it is."""
+        """The forks of values here: value, fork, and the worker that holds it."""
         return self._owner.forks()
 
     def references(self) -> Iterable[tuple[RRefId, ForkId, int, UserState]]:
-        """What others hold for this worker: value, fork, owner, state."""
+        """This worker's references to others' values: value, fork, owner, state."""
         return self._user.references()
 
     def is_settled(self) -> bool:
-        """Whether no reference crosses this worker's border, either way, nor any message."""
+        """Whether no reference connects this worker with others, and no message is open."""
         no_forks = next(iter(self._owner.forks()), None) is None
         return no_forks and self.has_let_go()
 
     def has_let_go(self) -> bool:
-        """Whether this worker holds none of others' values, and all have been told."""
+        """Whether this worker refers to no values of others, and their owners know it."""
         return self._user.is_empty() and not self._outbox
 
     def is_empty(self) -> bool:
         """Whether the machine remembers nothing at all."""
         return self._owner.is_empty() and self._user.is_empty() and not self._outbox
 
-    def counts(self) -> Counts:
-        return Counts(
-            owner_rrefs=self._owner.count_forked(),
-            forks=sum(1 for _ in self._owner.forks()),
-            pending_users=self._user.count_pending(),
-            pending_futures=len(self._outbox),
-        )
+    def counts(self) -> dict[str, int]:
+        """The counts in upstream's debug information."""
+        return {
+            "owner_rrefs": self._owner.count_forked(),
+            "forks": sum(1 for _ in self._owner.forks()),
+            "pending_users": self._user.count_pending(),
+            "pending_futures": len(self._outbox),
+        }
 
     # --- Parts -----------------------------------------------------------------------------------
 
@@ -235,7 +224,7 @@ class RRefProtocol:
                 return self._owner.delete_arrived(rref, fork, source, now)
             case Kind.RREF_DELETED:
                 return self._user.deleted(fork)
-        return []  # not a message of this protocol: nobody should have sent it here
+        return []  # not a message of this protocol
 
     def _receive(self, event: ReferenceReceived, now: float) -> list[Effect]:
         if event.owner != self.worker_id:

@@ -1,13 +1,13 @@
 """Calling methods of a remote value: `rref.rpc_sync().method(...)` and its kin.
 
-The call names the value by its id; the reference itself does not travel. The caller's own fork
-keeps the value, for as long as the call is open, so no control message is needed. (Upstream sends
-the reference along, which costs a fork and its end with every call.)
+The call names the value by its id, and does not send the reference. The caller's own fork keeps the
+value while the call is open, so no control message is needed. (Upstream sends the reference, which
+costs a fork and its end per call.)
 
-The first call through a reference asks for the value's type, because an attribute that does not
-exist is the caller's mistake and raises there, also from `remote()`, and because a method marked
-`async_execution` must be known as such. The answer waits at the owner without a thread until the
-value is made, so the call after it never parks one.
+The first call through a reference fetches the value's type, for two reasons: a missing attribute is
+the caller's mistake and raises there, even from `remote()`; and a method marked `async_execution`
+must be known as such. The fetch waits at the owner, without a thread, until the value is made, so
+the call itself never blocks a thread there.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ from telegrad.errors import SerializationError
 from telegrad.ids import RRefId
 from telegrad.rpc.calls.arguments import in_words_of_caller
 from telegrad.rpc.calls.futures import CallFuture
-from telegrad.rpc.calls.kept_errors import fail
-from telegrad.rpc.calls.outcome import described_by_arguments
+from telegrad.rpc.calls.outcome import described_by_arguments, fail
+from telegrad.rpc.group.current import current_table
 from telegrad.rpc.group.options import UNSET_RPC_TIMEOUT, checked_timeout
-from telegrad.rpc.references.lookup import current_table
 from telegrad.rpc.references.texts import no_method, not_callable
 
 if TYPE_CHECKING:
@@ -35,14 +34,14 @@ if TYPE_CHECKING:
 __all__ = ["ASYNC_MARK", "RRefProxy", "type_of_owned"]
 
 ASYNC_MARK = "_wrapped_async_rpc_function"
-"""The attribute by which a function says that it returns a future of its result."""
+"""Marks a function that returns a future of its result."""
 
 _PLACES = {"args[2]": "args", "args[3]": "kwargs"}
-"""Where a method's arguments are among those of `call_owned`."""
+"""The places of a method's arguments among those of `call_owned`."""
 
 
 class RRefProxy:
-    """Every attribute is a method of the remote value, called there.
+    """Each attribute is a method that calls that of the remote value.
 
     Args:
         mode: "sync", "async" or "remote".
@@ -83,19 +82,19 @@ def _invoke(
     def finish(future: torch.futures.Future[Any]) -> None:
         try:
             result.set_result(future.value())
-        except Exception as error:  # noqa: BLE001 whatever it is, it belongs to the caller
+        except Exception as error:  # noqa: BLE001 - raised by the future
             result.fail(error, what)
 
     def start(future: torch.futures.Future[Any]) -> None:
         try:
             call = _call(rref, mode, name, timeout, args, kwargs, future.value())
-        except Exception as error:  # noqa: BLE001 whatever it is, it belongs to the caller
+        except Exception as error:  # noqa: BLE001 - raised by the future
             result.fail(error, what)
         else:
             call.add_done_callback(finish)
 
-    # What asked for the type may have been another call, in another autograd context.
-    type_future.add_done_callback(rref._table.bound_here(start))
+    # Another call may have fetched the type, in another autograd context.
+    type_future.add_done_callback(rref._table.remote.bound_here(start))
     return result
 
 
@@ -119,13 +118,13 @@ def _call(
             function = call_owned_async
     call_args = (rref.rref_id, name, args, kwargs)
     try:
-        result = rref._table.call(mode, rref._owner_id, function, call_args, {}, timeout)
+        result = rref._table.remote.call(mode, rref._owner_id, function, call_args, {}, timeout)
     except SerializationError as error:
         raise in_words_of_caller(error, _PLACES) from error.__cause__
     if mode == "async":
-        result.add_done_callback(lambda _: rref)  # the fork lives until the call is over
+        result.add_done_callback(lambda _: rref)  # keeps the fork until the call is over
     elif mode == "remote":
-        # Here until the owner has found the value: it answers then.
+        # Keeps the fork until the owner has found the value, and so has answered.
         result._get_future().add_done_callback(lambda _: rref)
     return result
 
@@ -157,13 +156,13 @@ for _method in (call_owned, call_owned_async):
 
 
 def _rref_typeof_on_owner(rref_id: RRefId) -> torch.futures.Future[type]:
-    """The type of a value that this worker owns, once it is made."""
+    """The type of a value that this worker owns, once the value is made."""
     result: torch.futures.Future[type] = torch.futures.Future()
 
     def finish(entry: OwnerEntry) -> None:
         try:
             result.set_result(type(entry.result()))
-        except Exception as error:  # noqa: BLE001 what made the value fail, told to the caller
+        except Exception as error:  # noqa: BLE001 - raised by the future
             fail(result, error)
 
     current_table().entry(rref_id).add_done_callback(finish)

@@ -1,7 +1,7 @@
-"""What the RRef table keeps behind a reference: an owner's value, or a user's standing.
+"""What the RRef table keeps for a reference: an owner's value, or the state of a user's fork.
 
-Several `RRef` objects may share one record; a record never points back at them, so their death is
-noticed by counting alone.
+Several `RRef` objects may share one record. A record never refers back to them, so that their
+deaths are noticed by counting alone.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from telegrad.errors import RpcTimeout, RRefError
 from telegrad.ids import ForkId, RRefId
 from telegrad.locks import check_wait
 from telegrad.rpc.calls.futures import CallFuture
-from telegrad.rpc.calls.kept_errors import again, fail, without_frames
+from telegrad.rpc.calls.outcome import again, fail, without_frames
 from telegrad.rpc.references.texts import text_of_id
 
 __all__ = ["Creation", "OwnerEntry", "UserRecord"]
@@ -25,7 +25,7 @@ _PENDING: Any = object()
 
 
 class Creation:
-    """The outcome of a `remote()` call, which becomes a torch future only if somebody asks."""
+    """The outcome of a `remote()` call; makes a torch future of it only on request."""
 
     __slots__ = ("_future", "_lock", "_outcome")
 
@@ -35,7 +35,8 @@ class Creation:
         self._future: torch.futures.Future[None] | None = None
 
     def settle(self, error: Exception | None) -> None:
-        """The first outcome stands. Runs the future's callbacks: not to be called under a lock."""
+        """Sets the outcome; the first one stands. Runs the future's callbacks, so call it under no
+        lock."""
         with self._lock:
             if self._outcome is not _PENDING:
                 return
@@ -64,10 +65,10 @@ def _complete(future: torch.futures.Future[None], error: Exception | None) -> No
 
 
 class OwnerEntry:
-    """A value that this worker owns, or the place where it will be.
+    """A value that this worker owns, or a place for it until it is made.
 
-    The wait for it ends when the function that makes it returns or raises, or when the protocol
-    finds that it will never be run.
+    A wait for it ends when the function that makes it returns or raises, or when the protocol finds
+    that it will never run.
     """
 
     __slots__ = (
@@ -85,9 +86,9 @@ class OwnerEntry:
     def __init__(self, rref_id: RRefId, value: Any = _PENDING, type_hint: Any = None) -> None:
         self.rref_id = rref_id
         self.type_hint = type_hint
-        """The interface of a TorchScript module, if its maker has told."""
+        """The interface of a TorchScript module, if given."""
         self.reader: Callable[[], Any] | None = None
-        """Set when the value has gone to live in another form: gives it as it is now."""
+        """Set if the value is kept in another form: returns its current value."""
         self.creation = Creation()
         self.creation_error: BaseException | None = None
         self._lock = threading.RLock()  # guards the three below; a destructor may come in between
@@ -107,12 +108,13 @@ class OwnerEntry:
         self._settle(_PENDING, error)
 
     def creation_failed(self, error: Exception) -> None:
-        """A `remote()` to oneself timed out: the value may still come, but users were told."""
+        """A `remote()` to this worker itself timed out. The value may still come, but uses
+        raise."""
         self.creation_error = error
         self.creation.settle(error)
 
     def add_done_callback(self, callback: Callable[[OwnerEntry], None]) -> None:
-        """Runs `callback(entry)` when the value or the error is there; at once if it is."""
+        """Runs `callback(entry)` once the value or the error is set; at once if it is."""
         with self._lock:
             if not self.is_done:
                 self._callbacks.append(callback)
@@ -123,11 +125,11 @@ class OwnerEntry:
         """The value.
 
         Args:
-            timeout: seconds; None, zero and less mean no limit.
+            timeout: seconds; None, zero or less means no limit.
 
         Raises:
-            RpcTimeout: it was not there in time.
-            Exception: what the function raised that should have made the value.
+            RpcTimeout: it was not made in time.
+            Exception: raised by the function that makes the value.
         """
         if not self.is_done:
             check_wait("the value of a reference")
@@ -142,13 +144,13 @@ class OwnerEntry:
         return self.result()
 
     def result(self) -> Any:
-        """The value, once `is_done`; raises the error if there is one."""
+        """The value, once `is_done`; raises the error if one is set."""
         if self._error is not None:
             raise again(self._error)
         return self._value if self.reader is None else self.reader()
 
     def value_to_send(self) -> Any:
-        """Like `result`, for a value that is about to leave this worker."""
+        """Like `result`, for a value that is sent to another worker."""
         value = self.result()
         if self.type_hint is not None:
             raise RRefError(
@@ -169,7 +171,7 @@ class OwnerEntry:
 
 
 class UserRecord:
-    """A user's fork. Its fields are written under the table's lock only."""
+    """A user's fork. Only steps of the table write its fields."""
 
     __slots__ = ("callbacks", "creation", "error", "fork_id", "is_confirmed", "owner", "rref_id")
 
@@ -178,8 +180,8 @@ class UserRecord:
         self.fork_id = fork_id
         self.owner = owner
         self.is_confirmed = False
-        # Makes what a use raises, given what was tried: one exception object must not be raised by
-        # several threads, its traceback would grow.
+        # Makes the exception of a use, given a description of that. Each use needs its own: if
+        # several threads raised one object, its traceback would grow.
         self.error: Callable[[str], Exception] | None = None
         self.creation: Creation | None = None
         self.callbacks: list[Callable[[], None]] = []
@@ -189,6 +191,6 @@ class UserRecord:
         return self.is_confirmed or self.error is not None
 
     def check(self, attempt: str) -> None:
-        """Raises if the reference is no longer good for `attempt`."""
+        """Raises if the reference is no longer usable for `attempt`."""
         if self.error is not None:
             raise self.error(attempt)

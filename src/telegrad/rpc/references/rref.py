@@ -1,7 +1,7 @@
-"""`RRef`: a reference to a value that lives on some worker.
+"""`RRef`: a reference to a value on a worker.
 
 The object is thin: it holds its table and a record, and reports its death. `protocol` decides how
-long the value lives, and `table` carries that out.
+long the value lives.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 
 from telegrad.errors import RRefError
 from telegrad.ids import ForkId, RRefId
+from telegrad.rpc.group.current import current_table
 from telegrad.rpc.group.options import UNSET_RPC_TIMEOUT, checked_timeout
-from telegrad.rpc.references.lookup import current_table
 from telegrad.rpc.references.proxy import RRefProxy, type_of_owned
 from telegrad.rpc.references.records import OwnerEntry, UserRecord
 from telegrad.rpc.references.texts import (
@@ -26,7 +26,8 @@ from telegrad.rpc.references.texts import (
 )
 
 if TYPE_CHECKING:
-    from telegrad.rpc.references.table import RRefTable, WorkerInfo
+    from telegrad.rpc.group.worker_info import WorkerInfo
+    from telegrad.rpc.references.table import RRefTable
 
 __all__ = ["RRef", "rebuild_rref", "set_rref_backward"]
 
@@ -37,13 +38,13 @@ _backward: RRefBackward | None = None
 
 
 def set_rref_backward(function: RRefBackward | None) -> RRefBackward | None:
-    """Autograd, which this layer may not import, says how `rref.backward(context_id)` is done.
+    """Sets how `rref.backward(context_id)` works: autograd does, which this layer may not import.
 
     Args:
         function: takes the reference, the context's id, and whether to retain the graph.
 
     Returns:
-        what was set before.
+        The function that was set before.
     """
     global _backward
     before, _backward = _backward, function
@@ -51,16 +52,16 @@ def set_rref_backward(function: RRefBackward | None) -> RRefBackward | None:
 
 
 def rebuild_rref(fields: tuple[Any, ...]) -> RRef[Any]:
-    """Unpacks a reference; the other end of `RRefTable.reduce`."""
+    """Unpacks a reference; the inverse of `RRefTable.reduce`."""
     return current_table().rebuild(fields)
 
 
 class RRef(Generic[T]):
-    """A reference to a value of type `T` on some worker.
+    """A reference to a value of type `T` on a worker.
 
     Args:
-        value: the value; this worker owns it.
-        type_hint: the interface of a `ScriptModule`; required for one, refused for others.
+        value: this worker owns it.
+        type_hint: the interface of a `ScriptModule`; required for one, an error otherwise.
 
     Example:
         >>> rref = rpc.remote("worker1", torch.add, args=(torch.ones(2), 3))  # doctest: +SKIP
@@ -98,7 +99,7 @@ class RRef(Generic[T]):
         self._handle = table.watch(self, record)
 
     def __del__(self) -> None:
-        # May run on any thread, between any two instructions: see `housekeeper`.
+        # May run on any thread, between any two instructions; see `housekeeper`.
         handle = getattr(self, "_handle", None)
         if handle is not None:
             self._table.note_death(handle)
@@ -111,7 +112,7 @@ class RRef(Generic[T]):
 
     @property
     def fork_id(self) -> ForkId | None:
-        """None at the owner."""
+        """The fork; None at the owner."""
         return self._record.fork_id if isinstance(self._record, UserRecord) else None
 
     @property
@@ -123,7 +124,7 @@ class RRef(Generic[T]):
         return isinstance(self._record, OwnerEntry)
 
     def confirmed_by_owner(self) -> bool:
-        """Whether the owner knows of this reference; always true at the owner."""
+        """Whether the owner counts this reference; always true at the owner."""
         return isinstance(self._record, OwnerEntry) or self._record.is_confirmed
 
     def owner(self) -> WorkerInfo:
@@ -149,9 +150,9 @@ class RRef(Generic[T]):
 
         Raises:
             RpcTimeout: it did not come in time.
-            WorkerLost: the owner, or the worker that was creating the value, is gone.
-            RRefError: the value could not be created or is gone.
-            Exception: what the function raised that should have made it.
+            WorkerLost: the owner, or the worker that was creating the value, is lost.
+            RRefError: the value could not be created, or is gone.
+            Exception: raised by the function that makes the value.
         """
         value: T
         if timeout != UNSET_RPC_TIMEOUT:
@@ -161,10 +162,10 @@ class RRef(Generic[T]):
         else:
             record = self._record
             record.check("to_here()")
-            value = self._table.fetch(record.owner, record.rref_id, record.fork_id, timeout)
+            value = self._table.remote.fetch(record.owner, record.rref_id, timeout)
             if not record.is_confirmed and record.creation is not None:
-                # The owner has registered the reference with the value. Its word for that comes by
-                # another connection, and may be late.
+                # The owner has registered the reference with the value. Its confirmation uses
+                # another connection, and may come later.
                 self._table.creation_confirmed(record.fork_id)
         return value
 
@@ -203,19 +204,19 @@ class RRef(Generic[T]):
         return RRefProxy(self, "sync", timeout)
 
     def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> RRefProxy:
-        """`rref.rpc_async().method(...)` gives a future of the result."""
+        """`rref.rpc_async().method(...)` returns a future of the result."""
         return RRefProxy(self, "async", timeout)
 
     def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> RRefProxy:
-        """`rref.remote().method(...)` gives a reference to the result, which stays there."""
+        """`rref.remote().method(...)` returns a reference to the result, which stays there."""
         return RRefProxy(self, "remote", timeout)
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
         """Runs the backward pass from the value, a scalar tensor, as the root.
 
         Args:
-            dist_autograd_ctx_id: the context to run in; without one, at the owner only, this is
-                plain local autograd.
+            dist_autograd_ctx_id: the context to run in. Without one, which only the owner may omit,
+                this is plain local autograd.
         """
         if isinstance(self._record, OwnerEntry):
             value = self.local_value()
@@ -227,13 +228,15 @@ class RRef(Generic[T]):
         elif dist_autograd_ctx_id == -1:
             raise RRefError("User RRefs require 'dist_autograd_ctx_id' to be specified")
         if _backward is None:
-            raise RRefError("rref.backward() needs telegrad.autograd, which is not loaded")
+            raise RRefError(
+                "rref.backward() needs telegrad.autograd, which is not loaded: import it"
+            )
         _backward(self, dist_autograd_ctx_id, retain_graph)
 
-    # --- What upstream's own code and suites reach for -------------------------------------------
+    # --- For upstream's own code and suites -------------------------------------------
 
     def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
-        """The value's type, or a future of it. Asked for once; a failure is not remembered."""
+        """The value's type, or a future of it. Fetched once; a failed fetch is repeated."""
         future = self._type_future
         if future is None:
             if isinstance(self._record, OwnerEntry):
@@ -242,7 +245,9 @@ class RRef(Generic[T]):
             else:
                 self._record.check("_get_type()")
                 args = (self._record.rref_id,)
-                future = self._table.call("async", self._owner_id, type_of_owned, args, {}, timeout)
+                future = self._table.remote.call(
+                    "async", self._owner_id, type_of_owned, args, {}, timeout
+                )
             self._type_future = future
             future.add_done_callback(self._forget_failed_type)
         if not blocking:
@@ -254,11 +259,11 @@ class RRef(Generic[T]):
     def _forget_failed_type(self, future: torch.futures.Future[type]) -> None:
         try:
             future.value()
-        except Exception:  # noqa: BLE001 whoever waits for the future hears of it
+        except Exception:  # noqa: BLE001 - raised by the future
             self._type_future = None
 
     def _get_future(self) -> torch.futures.Future[None]:
-        """A future of the end of the `remote()` call that this reference came from."""
+        """A future of the end of the `remote()` call that made this reference."""
         self._table.refuse_if_forked()
         if self._record.creation is None:
             raise RRefError(f"{self} was not made by remote() on this worker: it has no future")
@@ -273,7 +278,7 @@ class RRef(Generic[T]):
         return self._profiling_future
 
     def _serialize(self) -> tuple[Any, ...]:
-        """The reference as plain data, for a receiver that is not known yet."""
+        """The reference as plain data, for an unknown receiver."""
         self._table.refuse_if_forked()
         return self._table.fork(self, None)
 

@@ -1,6 +1,6 @@
-"""What goes wrong with references, in words.
+"""The errors of references.
 
-Some of the words are upstream's, because its suites and existing programs look for them.
+Some texts are upstream's, because its suites and existing programs look for them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from telegrad.errors import RpcTimeout, RRefError, WorkerLost
 from telegrad.ids import ForkId, RRefId
 
 if TYPE_CHECKING:
-    from telegrad.rpc.references.table import WorkerInfo
+    from telegrad.rpc.group.worker_info import WorkerInfo
 
 __all__ = [
     "creation_error",
@@ -35,7 +35,7 @@ def text_of_id(id_: RRefId | ForkId) -> str:
 
 
 def creation_error(cause: BaseException) -> Exception:
-    """What the use of a reference raises whose creation failed because of `cause`."""
+    """Raised by uses of a reference whose creation failed because of `cause`."""
     how = "timed out" if isinstance(cause, RpcTimeout) else "failed"
     text = (
         f"RRef creation via rpc.remote() {how}, and it is possible that the RRef on the owner node "
@@ -65,7 +65,7 @@ def not_owner(rref_id: RRefId, fork_id: ForkId, here: WorkerInfo, owner: WorkerI
 
 
 def no_attribute(name: str) -> AttributeError:
-    """An attribute of the value was asked of the reference."""
+    """The program reads an attribute of the value from the reference."""
     if name.startswith("_"):
         return AttributeError(f"'RRef' object has no attribute {name!r}")
     return AttributeError(
@@ -75,7 +75,7 @@ def no_attribute(name: str) -> AttributeError:
 
 
 def not_callable(mode: str) -> TypeError:
-    """A reference, or its proxy, was called itself."""
+    """The program calls a reference, or its proxy, itself."""
     return TypeError(f"a reference cannot be called: name a method, rref.{mode}().forward(...)")
 
 
@@ -107,7 +107,7 @@ def leak_error(leaks: list[str]) -> RRefError:
 
 
 def value_gone(rref_id: RRefId, worker: int) -> RRefError:
-    """At the owner, about a value that it no longer has."""
+    """At the owner, for a value that it no longer has."""
     return RRefError(
         f"the value of RRef {text_of_id(rref_id)} is gone from worker {worker}: the worker that "
         "passed the reference on was lost, or the reference was used after its end"
@@ -115,7 +115,7 @@ def value_gone(rref_id: RRefId, worker: int) -> RRefError:
 
 
 def creator_lost(rref_id: RRefId, creator: str, reason: str) -> WorkerLost:
-    """At the owner, about a value that will never be made."""
+    """At the owner, for a value that will never be made."""
     return WorkerLost(
         f"RRef {text_of_id(rref_id)} was never created: {creator}, which was about to create it "
         f"here, was lost ({reason})",
@@ -134,7 +134,7 @@ def owner_lost(rref_id: RRefId, owner: str, reason: str, attempt: str) -> Worker
 
 
 def value_never_found(rref_id: RRefId, owner: str, attempt: str) -> RRefError:
-    """At a user, about a value that its owner no longer has."""
+    """At a user, for a value that its owner no longer has."""
     return RRefError(
         f"cannot call {attempt} on RRef {text_of_id(rref_id)}: {owner} no longer has its value, "
         "because the worker that passed the reference on was lost on the way"

@@ -1,23 +1,24 @@
-"""What a worker knows, by the RRef protocol, of its references to values that others own.
+"""The user's half of the RRef protocol: a worker's references to values that others own.
 
-The theory is in `telegrad.rpc.references.protocol`; this is its user's half.
+`telegrad.rpc.references.protocol` has the theory.
 
 =========  ====================================================================================
 state      meaning, and what it waits for
 =========  ====================================================================================
 (absent)   never made, or over
-CREATING   the REMOTE message is under way; its request ends in confirmed or failed
-FORKING    RREF_FORK is sent again until the owner answers or is lost
+CREATING   the REMOTE message is under way; its request confirms the reference or fails
+FORKING    RREF_FORK is repeated until the owner answers or is lost
 CONFIRMED  the owner counts this fork
-FAILED     the creation failed; the owner may count this fork or may come to count it
-DELETING   RREF_DELETE is sent again until the owner answers or is lost
-LOST       the owner is lost or has no value: it counts nothing; ends with the last handle
+FAILED     the creation failed; the owner may count this fork, now or later
+DELETING   RREF_DELETE is repeated until the owner answers or is lost
+LOST       the owner is lost or has no value, so it counts nothing; ends with the last handle
 =========  ====================================================================================
 """
 
 from __future__ import annotations
 
 import enum
+import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -31,11 +32,11 @@ from telegrad.rpc.references.events import (
     Message,
     Reason,
     Send,
+    Timing,
 )
-from telegrad.rpc.references.outbox import Outbox
 from telegrad.wire.frames import Kind
 
-__all__ = ["UserLedger", "UserState"]
+__all__ = ["Outbox", "UserLedger", "UserState"]
 
 
 class UserState(enum.Enum):
@@ -106,7 +107,7 @@ class UserLedger:
     def creation_confirmed(self, fork: ForkId, now: float) -> list[Effect]:
         user = self._users.get(fork)
         if user is None or user.state is not UserState.CREATING:
-            return []  # it failed before, or the owner is lost: the first verdict stands
+            return []  # it failed before, or the owner is lost: the first outcome stands
         user.state = UserState.CONFIRMED
         return [ConfirmUser(fork=fork), *self._settle(user, now)]
 
@@ -120,7 +121,7 @@ class UserLedger:
     def passed(self, fork: ForkId, parent: ForkId, to: int) -> list[Effect]:
         user = self._users.get(parent)
         if user is not None and user.state in _PASSABLE:
-            self._children[fork] = _Child(parent, to)  # first, for Ctrl-C between two steps
+            self._children[fork] = _Child(parent, to)  # first, in case Ctrl-C comes between the two
             user.children.add(fork)
         return []
 
@@ -131,7 +132,7 @@ class UserLedger:
         if user is not None:  # the same bytes were unpacked twice
             user.handles += 0 if self._is_flushing else 1
             return []
-        if parent == owner:  # which counted this fork when it made it
+        if parent == owner:  # it counted this fork when it made it
             user = self._users[fork] = _User(rref, fork, owner, UserState.CONFIRMED)
             effects: list[Effect] = [ConfirmUser(fork=fork)]
         else:
@@ -174,7 +175,7 @@ class UserLedger:
         return self._forget(self._users[fork])
 
     def release_child(self, fork: ForkId, now: float) -> list[Effect]:
-        """The child needs its parent no longer."""
+        """The child no longer needs its parent."""
         child = self._children.pop(fork, None)
         if child is None:
             return []
@@ -211,7 +212,7 @@ class UserLedger:
         return [FailUser(fork=user.fork, reason=Reason.DELETED)]
 
     def _settle(self, user: _User, now: float) -> list[Effect]:
-        """Ends the reference if nothing here needs it any more."""
+        """Ends the reference if nothing here needs it."""
         if user.handles or user.children:
             return []
         if user.state is UserState.LOST:
@@ -230,7 +231,7 @@ class UserLedger:
         if user.state is UserState.FORKING:  # its parent may still have the owner, and wait
             effects += self._release_parent(user, now)
         user.state = UserState.LOST
-        for fork in user.children:  # this fork protects nobody any more
+        for fork in user.children:  # it no longer protects them
             del self._children[fork]
         user.children.clear()
         return [*effects, FailUser(fork=user.fork, reason=reason), *self._settle(user, now)]
@@ -243,3 +244,64 @@ class UserLedger:
     def _forget(self, user: _User) -> list[Effect]:
         del self._users[user.fork]
         return [ForgetUser(fork=user.fork)]
+
+
+@dataclass(slots=True)
+class _Unacknowledged:
+    send: Send
+    wait: float
+    due: float
+
+
+class Outbox:
+    """Control messages that are sent again until they are acknowledged.
+
+    A message is identified by its kind and fork: its acknowledgement finds it, and a repetition
+    changes nothing. Waits double from `retry_first` to `retry_last`. Only an acknowledgement or the
+    loss of the receiver ends them. An acknowledged message leaves the heap when it comes up.
+    """
+
+    def __init__(self, timing: Timing) -> None:
+        self._timing = timing
+        self._waiting: dict[tuple[Kind, ForkId], _Unacknowledged] = {}
+        self._heap: list[tuple[float, Kind, ForkId]] = []
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def send(self, to: int, message: Message, now: float) -> Send:
+        send = Send(to=to, message=message)
+        key = (message.kind, message.fork)
+        wait = self._timing.retry_first
+        self._waiting[key] = _Unacknowledged(send, wait, now + wait)
+        heapq.heappush(self._heap, (now + wait, *key))
+        return send
+
+    def acknowledge(self, kind: Kind, fork: ForkId) -> None:
+        self._waiting.pop((kind, fork), None)
+
+    def strike_off(self, worker: int) -> None:
+        """Nothing more is sent to this worker."""
+        for key in [key for key, item in self._waiting.items() if item.send.to == worker]:
+            del self._waiting[key]
+
+    def due(self, now: float) -> list[Send]:
+        """The messages to send again, now."""
+        sends = []
+        while (next_due := self.next_deadline()) is not None and next_due <= now:
+            _, kind, fork = heapq.heappop(self._heap)
+            item = self._waiting[kind, fork]
+            item.wait = min(2 * item.wait, self._timing.retry_last)
+            item.due = now + item.wait
+            heapq.heappush(self._heap, (item.due, kind, fork))
+            sends.append(item.send)
+        return sends
+
+    def next_deadline(self) -> float | None:
+        while self._heap:
+            due, kind, fork = self._heap[0]
+            item = self._waiting.get((kind, fork))
+            if item is not None and item.due == due:
+                return due
+            heapq.heappop(self._heap)
+        return None

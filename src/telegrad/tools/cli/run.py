@@ -7,7 +7,7 @@ import itertools
 import sys
 
 from telegrad.launch import LaunchOptions, Program, launch
-from telegrad.launch.options import MOST_WORKERS
+from telegrad.launch.program import MOST_WORKERS
 from telegrad.tools.cli.command import Command, Parser
 
 __all__ = ["COMMAND"]

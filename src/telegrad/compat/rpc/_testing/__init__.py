@@ -23,7 +23,7 @@ from telegrad.compat.rpc.internal import builtin_name
 from telegrad.compat.rpc.options import RpcBackendOptions, to_rpc_options
 from telegrad.compat.torchscript.scripted import Target
 from telegrad.errors import RpcTimeout, TelegradError
-from telegrad.rpc.calls.error_texts import timeout_text
+from telegrad.rpc.calls.outcome import timeout_text
 from telegrad.rpc.references.fetch import REMOTE_HEAD
 from telegrad.rpc.references.rref import RRef
 from telegrad.testing.faults import Fault, FaultyConnection
