@@ -238,10 +238,3 @@ def test_every_byte_comes_as_it_went(length: int) -> None:
             assert all(map(torch.equal, came, value))
         else:
             assert torch.equal(came, value)
-
-
-def test_what_reads_memory_is_kept_for_small_tensors_only() -> None:
-    before = small._reader.cache_info().currsize
-    for length in range(2000, 2100):
-        small.pack_small([torch.zeros(length)])
-    assert small._reader.cache_info().currsize == before

@@ -44,7 +44,7 @@ from telegrad.rpc.references.table import RRefTable
 from telegrad.wire.codec import Codec, Encoded, Reducer
 from telegrad.wire.frames import Frame, Kind
 from telegrad.wire.function_names import name_in, name_of
-from telegrad.wire.salvage import arguments_in
+from telegrad.wire.unsendable import arguments_in
 
 __all__ = ["REMOTE_HEAD", "RemoteReferences", "register_reducer"]
 
