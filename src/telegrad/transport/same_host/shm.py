@@ -186,7 +186,7 @@ class SharedMemory:
         self._refused = False  # the system had no memory for a segment: do not ask for a while
         self._declined: list[
             int
-        ] = []  # segments of the peer that could not be mapped, until it is told
+        ] = []  # segments of the peer that could not be mapped, until it knows
         leave_at_fork(self)
 
     def lend(self, *data: memoryview) -> Placed | None:
