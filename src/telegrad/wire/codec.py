@@ -2,8 +2,9 @@
 
 The C pickler packs a value. Its tensors go into a table in front of the stream, and the memory of
 large ones travels beside the payload as raw buffers, uncopied. A value without tensors is a bare
-pickle. The most frequent values need no pickle: one small tensor, a call's arguments that are all
-small tensors, small gradients, bytes. The first byte of a payload says which of these it is.
+pickle. The most frequent values take a short cut: one small tensor, small tensors and simple values
+as a call's arguments, small gradients, bytes. The first byte of a payload says which of these it
+is.
 
 The stream is trusted, because peers have proved the cluster's secret and may run any function
 anyway, unless there is an allow-list (`allowed`). The table is not: every number in it is checked,
@@ -21,7 +22,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from telegrad.errors import NotAllowed, ProtocolError, SerializationError, TelegradError
-from telegrad.wire.allowed.allow_list import AllowList
+from telegrad.wire.allowed.allow_list import AllowList, loads_data
 from telegrad.wire.frames import Limits
 from telegrad.wire.pickling import Reducer, ValuePickler
 from telegrad.wire.tensor_table.layout import MAGIC
@@ -33,6 +34,7 @@ from telegrad.wire.unsendable import describe_type, locate, missing_global
 __all__ = ["Codec", "Encoded", "Packet", "Reducer", "References", "head_of_packet"]
 
 _loads = pickle.loads
+_dumps = pickle.dumps
 # A pickler's memo keeps its largest size, and clearing it touches all of it. So a pickler that had
 # a large value is dropped.
 _POOLED_BYTES = 64 * 1024
@@ -41,17 +43,18 @@ _POOLED_BYTES = 64 * 1024
 _PICKLE = 0x80
 _SMALL = 0x53  # "S": a table of small tensors and a pickle
 _TENSOR = 0x56  # "V": a table of one small tensor, which is the value
-_ARGUMENTS = 0x41  # "A": a table of small tensors; the value is (these, None)
+_ARGUMENTS = 0x41  # "A": a table of small tensors, which are a call's arguments
+_MIXED = 0x4D  # "M": the same, and a pickle of the simple values between them
 _LIST = 0x4C  # "L": a table of small tensors; the value is the list of these
 _BYTES = 0x42  # "B": the value, which is bytes
 _PACKET = 0x50  # "P": the length of a packet's head, the head, and the payload of its tensors
 
-_SMALL_TABLES = (_SMALL, _TENSOR, _ARGUMENTS, _LIST)
-_SMALL_TAG, _TENSOR_TAG, _ARGUMENTS_TAG, _LIST_TAG, _BYTES_TAG = (
-    bytes([tag]) for tag in (_SMALL, _TENSOR, _ARGUMENTS, _LIST, _BYTES)
+_SMALL_TABLES = (_SMALL, _TENSOR, _ARGUMENTS, _MIXED, _LIST)
+_SMALL_TAG, _TENSOR_TAG, _ARGUMENTS_TAG, _MIXED_TAG, _LIST_TAG, _BYTES_TAG = (
+    bytes([tag]) for tag in (_SMALL, _TENSOR, _ARGUMENTS, _MIXED, _LIST, _BYTES)
 )
 _PACKET_START = struct.Struct("<BI")  # tag, length of the head
-_ONLY_TENSORS = frozenset((Tensor,))
+_SIMPLE = frozenset((Tensor, int, float, bool, str, bytes, type(None)))
 
 
 class References(Protocol):
@@ -146,8 +149,13 @@ class Codec:
             encoded = _only_small(_TENSOR_TAG, (value,))
         elif kind is tuple and labels is not None:
             args, kwargs = value[0], value[-1]  # type: ignore[index]
-            if kwargs is None and type(args) is tuple and {*map(type, args)} == _ONLY_TENSORS:
-                encoded = _only_small(_ARGUMENTS_TAG, args)
+            if (
+                kwargs is None
+                and type(args) is tuple
+                and args
+                and _SIMPLE.issuperset(map(type, args))
+            ):
+                encoded = _simple_arguments(args)
         elif kind is bytes:
             encoded = Encoded(_BYTES_TAG + value, [], [])  # type: ignore[operator]
         elif kind is Packet:
@@ -243,6 +251,8 @@ class Codec:
                 give_grad(entries, need_grad, attach)
             if tag == _SMALL:
                 return self._load(view[position:], entries)
+            if tag == _MIXED:
+                return self._mixed(view[position:], entries), None
             if position != len(view):
                 raise ProtocolError("damaged message: it is longer than its tensors")
             if tag == _ARGUMENTS:
@@ -282,6 +292,18 @@ class Codec:
         except BaseException as error:  # a module that exits when it is imported, say
             self._not_decoded(stream)
             raise _decoding_error(stream, error) from error
+
+    def _mixed(self, stream: memoryview, tensors: list[Tensor]) -> tuple[Any, ...]:
+        """The arguments of a call: the tensors, and the others in the stream."""
+        try:
+            rest = _loads(stream) if self.allowed is None else loads_data(stream)
+            given = iter(tensors)
+            args = tuple([next(given) if arg is None else arg[0] for arg in rest])
+        except Exception as error:
+            raise ProtocolError(f"damaged arguments: {error!r}") from error
+        if next(given, None) is not None:
+            raise ProtocolError("damaged arguments: there are more tensors than places")
+        return args
 
     def discard(self, payload: bytes | memoryview) -> None:
         """Ends the references in a value that will not be decoded."""
@@ -327,6 +349,19 @@ def _only_small(
     """A value that is made of small tensors only; None if they do not fit into a small table."""
     small = pack_small(tensors, may_overlap=may_overlap)
     return None if small is None else Encoded(tag + small[0], [], small[1])
+
+
+def _simple_arguments(args: tuple[Any, ...]) -> Encoded | None:
+    """Small tensors and simple values as a call's arguments; None if they do not fit."""
+    tensors = [arg for arg in args if type(arg) is Tensor]
+    small = pack_small(tensors)
+    if small is None:
+        return None
+    if len(tensors) == len(args):
+        return Encoded(_ARGUMENTS_TAG + small[0], [], small[1])
+    # A `ValuePickler` is slower, and has nothing to do for these.
+    rest = _dumps([None if type(arg) is Tensor else (arg,) for arg in args], 5)
+    return Encoded(b"".join((_MIXED_TAG, small[0], rest)), [], small[1])
 
 
 def _assembled(pickler: ValuePickler, apart: bool) -> Encoded:

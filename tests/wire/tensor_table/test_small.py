@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+import pickle
 import random
 from typing import Any
 
@@ -95,7 +97,7 @@ OTHERS = {
 def test_all_else_takes_the_long_way(name: str) -> None:
     args = OTHERS[name]
     encoded, (arrived, kwargs) = arguments(*args)
-    assert encoded.payload[:1] != b"A"
+    assert encoded.payload[:1] not in (b"A", b"M")
     assert kwargs is None
     assert len(arrived) == len(args)
     for there, here in zip(arrived, args, strict=True):
@@ -105,6 +107,44 @@ def test_all_else_takes_the_long_way(name: str) -> None:
             assert there == here
     if name == "the same twice":
         assert arrived[0] is arrived[1]
+
+
+MIXED = {
+    "a number first": (3, torch.arange(2.0)),
+    "a number last": (torch.arange(2.0), 3),
+    "of every type": (None, True, 2, 2.5, "text", b"bytes", torch.arange(2.0), 1 << 100),
+    "no tensor": (1, "two"),
+    "nothing twice": (None, None),
+    "gradients": (torch.arange(2.0, requires_grad=True), 1, torch.arange(3)),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_simple_values_travel_between_small_tensors(name: str) -> None:
+    args = MIXED[name]
+    encoded, (arrived, kwargs) = arguments(*args)
+    assert encoded.payload[:1] == b"M"
+    assert kwargs is None
+    assert type(arrived) is tuple
+    for there, here in zip(arrived, args, strict=True):
+        assert type(there) is type(here)
+        if isinstance(here, torch.Tensor):
+            assert torch.equal(there, here)
+            assert there.requires_grad == here.requires_grad
+        else:
+            assert there == here
+    wanted = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.requires_grad]
+    assert len(encoded.tensors) == len(wanted)
+    assert all(map(operator.is_, encoded.tensors, wanted))
+
+
+def test_tensors_without_a_place_are_refused() -> None:
+    payload = arguments(1, torch.ones(2))[0].payload
+    without = arguments(1, 2)[0].payload
+    table = len(without) - len(pickle.dumps([(1,), (2,)], 5))
+    stream = without[table:]
+    with pytest.raises(ProtocolError, match="more tensors than places"):
+        Codec().decode(payload[: -len(pickle.dumps([(1,), None], 5))] + stream)
 
 
 def test_tensors_with_attributes_keep_them() -> None:
@@ -168,7 +208,7 @@ def test_damaged_messages_are_refused_or_harmless() -> None:
     refused = 0
     for payload in messages():
         table = 1 if payload[:1] != b"P" else 10
-        end = unpack_small(memoryview(payload), table)[2]  # the pickle behind it is trusted
+        end = unpack_small(memoryview(payload), table)[2]  # a pickle behind it is trusted
         for _ in range(3000):
             damaged = bytearray(payload)
             for _ in range(dice.randint(1, 3)):
@@ -183,7 +223,7 @@ def test_damaged_messages_are_refused_or_harmless() -> None:
 def test_trailing_bytes_are_refused() -> None:
     codec = Codec()
     for payload in messages():
-        if payload[:1] != b"S":  # a pickle ends where it says
+        if payload[:1] not in (b"S", b"M"):  # a pickle ends where it says
             with pytest.raises(ProtocolError):
                 codec.decode(payload + b"x")
 
