@@ -67,7 +67,7 @@ def test_a_look_inside_of_a_step_is_refused():
     turns = Turns("a table")
 
     def step():
-        with pytest.raises(TelegradError, match="a table cannot be asked by a destructor"):
+        with pytest.raises(TelegradError, match="a table cannot be used by a destructor"):
             turns.exclusively(lambda: None)
 
     turns.take(step)

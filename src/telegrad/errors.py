@@ -1,4 +1,4 @@
-"""Everything telegrad raises, besides `TypeError` and `ValueError` for arguments that cannot be.
+"""Everything telegrad raises, besides `TypeError` and `ValueError` for invalid arguments.
 
 ::
 
@@ -6,20 +6,20 @@
     └── TelegradError
         ├── RpcTimeout             (also a TimeoutError) a call's deadline passed
         ├── WorkerLost             (also a ConnectionError) the peer died or stopped answering
-        │   └── ReplyLost          a connection to it broke; the worker itself is alive
-        ├── RemoteError            the function raised, and its exception could not be rebuilt here
-        ├── ContextError           no such autograd context, or one too many
+        │   └── ReplyLost          a connection to it broke; the worker is alive
+        ├── RemoteError            the function raised an exception that cannot be rebuilt here
+        ├── ContextError           no such autograd context, or a second one
         ├── BackwardError          a backward pass failed on some worker
-        ├── RRefError              a remote reference was misused, or its value could not be made
+        ├── RRefError              a remote reference was misused, or its value was not made
         ├── SerializationError     a value could not be packed or unpacked
         ├── NotAllowed             the callee's allow-list does not name a function or a type
-        ├── AuthenticationError    the other end did not prove the cluster's secret
-        ├── ProtocolError          the other end broke the rules of the wire
+        ├── AuthenticationError    the other end did not prove that it knows the cluster's secret
+        ├── ProtocolError          the other end violated the protocol
         ├── NotInitialized         no agent runs in this process
         └── LaunchError            workers could not be started
 
 All of them are `RuntimeError`, because programs written for torch's RPC catch that. The facts are
-fields; the text is made from them, so that a program never has to parse a message.
+fields, so a program need not parse a message.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ __all__ = [
 
 
 class TelegradError(RuntimeError):
-    """The root: catch this to catch all that goes wrong between workers."""
+    """The base class of all errors between workers."""
 
 
 class RpcTimeout(TelegradError, TimeoutError):
     """A call's deadline passed before its reply came.
 
-    The work may still be going on at the other end; its reply will be dropped. Only if `was_sent`
-    is false, it has certainly not begun: no connection could be opened in time, say.
+    The work may still be going on at the other end; its reply will be dropped. If `was_sent` is
+    false, it has not begun: no connection could be opened in time, say.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class RpcTimeout(TelegradError, TimeoutError):
 
 
 class WorkerLost(TelegradError, ConnectionError):
-    """The worker died, left, or stopped answering; whether the call ran is not known."""
+    """The worker died, left, or stopped answering; it is unknown whether the call ran."""
 
     def __init__(self, message: str, *, worker: str = "", reason: str = "") -> None:
         super().__init__(message)
@@ -72,12 +72,12 @@ class WorkerLost(TelegradError, ConnectionError):
 
 
 class ReplyLost(WorkerLost):
-    """A connection broke while a call was running, and its reply is lost. The worker is alive, and
-    so are the references to its values; how much of the call was done there is not known."""
+    """A connection broke while a call was running, and its reply is lost. The worker and the
+    references to its values are alive; it is unknown how much of the call was done."""
 
 
 class RemoteError(TelegradError):
-    """The remote function raised an exception whose own type could not be rebuilt here."""
+    """The remote function raised an exception that cannot be rebuilt here with its own type."""
 
     def __init__(self, message: str, *, worker: str = "", traceback: str = "") -> None:
         super().__init__(message)
@@ -86,13 +86,13 @@ class RemoteError(TelegradError):
 
 
 class ContextError(TelegradError):
-    """There is no such autograd context on this worker, or there already is one on this thread."""
+    """This worker has no such autograd context, or this thread already has one."""
 
 
 class BackwardError(TelegradError):
     """A backward pass failed; the context stays usable.
 
-    `worker` is the id of the worker where it happened, `traceback` what was raised there.
+    `worker` is the id of the worker where it failed, `traceback` what was raised there.
     """
 
     def __init__(self, message: str, *, worker: int = -1, traceback: str = "") -> None:
@@ -102,13 +102,13 @@ class BackwardError(TelegradError):
 
 
 class RRefError(TelegradError):
-    """A remote reference was used where it cannot be, or its value could not be made."""
+    """A remote reference was used in a wrong place, or its value was not made."""
 
 
 class SerializationError(TelegradError):
     """A value could not be packed for the wire, or unpacked from it.
 
-    `path` says where in the arguments or in the result the culprit stands: `args[1]['hook']`.
+    `path` says where in the arguments or the result the cause is: `args[1]['hook']`.
     """
 
     def __init__(self, message: str, *, path: str = "") -> None:
@@ -117,8 +117,8 @@ class SerializationError(TelegradError):
 
 
 class NotAllowed(TelegradError):
-    """`RpcOptions(allow=...)` of a worker does not name a function that it was asked to run, or
-    something that a message to it would build. `name` says what, if it has a name."""
+    """`RpcOptions(allow=...)` of a worker does not name a function that it should run, or a type
+    that a message to it would build. `name` is its name, if it has one."""
 
     def __init__(self, message: str, *, name: str = "") -> None:
         super().__init__(message)
@@ -130,13 +130,13 @@ class AuthenticationError(TelegradError):
 
 
 class ProtocolError(TelegradError):
-    """Bytes came that the protocol does not allow; the connection is closed."""
+    """The other end sent bytes that the protocol does not allow; the connection is closed."""
 
 
 class NotInitialized(TelegradError):
-    """No agent runs in this process: `init_rpc` was not called, or `shutdown` was, or it was forked
-    from a worker's."""
+    """No agent runs in this process: `init_rpc` was not called, `shutdown` was called, or the
+    process was forked from a worker."""
 
 
 class LaunchError(TelegradError):
-    """Workers could not be started: there is no such program, or no port or process for them."""
+    """Workers could not be started: the program, a port or a process is missing."""

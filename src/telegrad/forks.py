@@ -1,11 +1,11 @@
-"""What a process does not share with the processes that fork from it.
+"""What a process does not share with processes that fork from it.
 
-A forked process has its parent's sockets, mailboxes and shared memory. What it sent would be taken
-for its parent's, each of the two would get answers to the other, and as long as it held the sockets
-nobody would see its parent die. So whatever holds such a thing says so here, and lets go of it in
-the child, before anything else runs there.
+A forked process inherits its parent's sockets and shared memory. Its messages would seem to be its
+parent's, each would receive answers to the other, and while it held the sockets the death of its
+parent would go unnoticed. So objects that hold such things are registered here, and release them in
+the child before anything else runs there.
 
-No lock is taken for it: a thread that holds one at the fork is not there to release it.
+That takes no lock, because a thread that held one at the fork does not exist in the child.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ LockT = TypeVar("LockT")
 
 class Inherited(Protocol):
     def leave_to_parent(self) -> None:
-        """In the child: lets go, so that the parent notices nothing. Takes no lock."""
+        """Called in the child: releases everything without an effect on the parent, and without
+        taking a lock."""
 
 
 _inherited: weakref.WeakSet[Inherited] = weakref.WeakSet()
 
 
 def leave_at_fork(thing: Inherited) -> None:
-    """A process that is forked from now on leaves this to its parent."""
+    """Makes processes that fork later leave `thing` to their parent."""
     _inherited.add(thing)
 
 
 def renewed(lock: LockT) -> LockT:
-    """A lock that lives as long as the program, and is free in a forked process."""
+    """Makes a lock that lives as long as the program free in a forked process."""
     reinit: Any = lock
     os.register_at_fork(after_in_child=reinit._at_fork_reinit)  # as the standard library does
     return lock

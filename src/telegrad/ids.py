@@ -1,13 +1,13 @@
-"""The names of things that several workers speak of.
+"""Ids of things that several workers refer to.
 
 A *worker id* is a worker's rank, at most 32767. A *context id* and an *autograd message id* carry
-the id of the worker that made them in their upper 16 bits, so workers make them without asking
-each other and everybody can tell where one comes from. An `RRefId` names a remote value, a
-`ForkId` one reference to it; both are (worker that made it, its counter).
+the id of the worker that made them in their upper 16 bits, so workers make them independently and
+any worker can tell where one comes from. An `RRefId` names a remote value, a `ForkId` one reference
+to it; both consist of the worker that made it and its counter.
 
-No id is used twice while a group exists, however often a rank is taken anew: by a worker that
-left and came back, or by one started after a crash. Other workers remember ids of the dead, and
-would take a new reference or context for an old one. So the store where the workers meet numbers
+No id is used twice while a group exists, however often a rank is taken again: by a worker that left
+and came back, or by one started after a crash. Other workers remember the ids of dead workers, and
+would mistake a new reference or context for an old one. So the store where the workers meet numbers
 the *lives* of each rank, and every counter begins at `first_of_life`. (Rejected: the time of day,
 which differs between hosts and can be set back.)
 """
@@ -36,7 +36,7 @@ MAX_WORKER_ID = 0x7FFF  # ids travel as signed 64-bit integers: the sign bit sta
 
 
 class RRefId(NamedTuple):
-    """A remote value: made by worker `created_on`, as its number `local_id`."""
+    """A remote value: number `local_id` of worker `created_on`."""
 
     created_on: int
     local_id: int
@@ -50,17 +50,17 @@ class ForkId(NamedTuple):
 
 
 class WorkerCounter:
-    """Ids that carry their maker: 16 bits of worker id, 48 bits of counter.
+    """Makes ids of 16 bits of worker id and 48 bits of counter.
 
     Safe to call from any thread: `itertools.count` is atomic under the interpreter lock.
 
     Args:
-        first: where the counter begins.
+        first: the first value of the counter.
     """
 
     def __init__(self, worker_id: int, first: int = 0) -> None:
         if not 0 <= worker_id <= MAX_WORKER_ID:
-            raise ValueError(f"a worker id must be within 0 and {MAX_WORKER_ID}, got {worker_id}")
+            raise ValueError(f"a worker id must be between 0 and {MAX_WORKER_ID}, got {worker_id}")
         self._base = worker_id << COUNTER_BITS
         self.next: Callable[[], int] = itertools.count(self._base + first).__next__
 
@@ -71,10 +71,10 @@ class WorkerCounter:
 
 
 def first_of_life(life: int) -> int:
-    """Where the counters of a worker begin: each life has 2^34 ids of every kind.
+    """The first value of a worker's counters: each life has 2^34 ids of every kind.
 
     Args:
-        life: how many workers of the group had the same rank before; below `MAX_LIVES`.
+        life: how many workers of the group have had the same rank before; less than `MAX_LIVES`.
     """
     return life << (COUNTER_BITS - _LIFE_BITS)
 

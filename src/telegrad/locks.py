@@ -1,28 +1,28 @@
 """Critical sections that a destructor or a signal handler may interrupt.
 
-Python may run a program's code between any two of our instructions: a `__del__`, when the garbage
-collector runs or the last reference to something goes, and a signal handler. That code may use all
-of this library, on the very thread that is inside one of its critical sections. If it then waited
-for the lock, it would wait for itself. Ctrl-C may end a section at any instruction, too. So these
-rules hold where such code can get to:
+Python may run a program's code between any two instructions: a `__del__`, when the garbage
+collector runs or the last reference to an object goes, and a signal handler. That code may use all
+of this library, on a thread that is inside one of the library's critical sections. If it waited for
+the lock, the thread would wait for itself. Ctrl-C, too, may end a section at any instruction. So
+these rules hold wherever such code can run:
 
-- A lock that guards state is an `RLock`. A section of it may be entered again half-way, so it
-  changes its tables by single steps, each of which leaves them usable.
-- Where that is not enough, the inner section asks `is_held_here` and leaves its work in a queue.
-  The thread that holds the lock does that work before it goes on. `Turns` is that for a state
+- A lock that guards state is an `RLock`. Its section may be entered again half-way, so it changes
+  its tables by single steps, each of which leaves them usable.
+- If that is not enough, the inner section checks `is_held_here` and leaves its work in a queue. The
+  thread that holds the lock does that work before it goes on. `Turns` does this for a state
   machine, `Multiplex.send` for messages, which must not be written into one another.
-- A destructor of ours takes no lock. It puts a note into a `queue.SimpleQueue`, whose `put` is
-  reentrant by design.
-- What a caller needs at once (an id, a fork, a new record) comes without a lock: from
+- A destructor of the library takes no lock. It puts a note into a `queue.SimpleQueue`, whose `put`
+  is reentrant by design.
+- What a caller needs at once (an id, a fork, a new record) is made without a lock: by
   `itertools.count`, or by one operation on a dict.
 - A lock is taken by `with`, or by `held.extend(map(lock.acquire, ...))` inside the `try` whose
-  `finally` releases it. Ctrl-C is raised between two instructions: after a plain call of `acquire`
-  it would come before anything knows that the lock is held.
-- Under no lock does anything wait for another worker.
-- A destructor may run inside a critical section, or on a thread that all others depend on: one
-  that reads a connection, writes the rest of a message, or is the clock. `here.must_not_wait` is
-  set there. What is sent then is left to others if there is no room, and a wait for an answer is an
-  error: see `check_wait`.
+  `finally` releases it. After a plain call of `acquire`, Ctrl-C could come before the program has
+  recorded that it holds the lock.
+- No thread waits for another worker while it holds a lock.
+- A destructor may run inside a critical section, or on a thread that all others depend on: one that
+  reads a connection, writes the rest of a message, or is the clock. `here.must_not_wait` is set
+  there. If there is no room for a message then, another thread sends it, and a wait for an answer
+  is an error: see `check_wait`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def check_wait(what: str) -> None:
 
 
 def is_held_here(lock: Any) -> bool:
-    """Whether this thread holds an `RLock`: what asks runs inside the section that it guards."""
+    """Whether this thread holds an `RLock`, and so runs inside the section that it guards."""
     is_owned: bool = lock._is_owned()  # CPython's, as `threading.Condition` uses it
     return is_owned
 
@@ -67,14 +67,14 @@ def is_held_here(lock: Any) -> bool:
 T = TypeVar("T")
 
 Step = Callable[[], Callable[[], None] | None]
-"""Returns what is to be done after it, outside of the critical section."""
+"""Returns what to do afterwards, outside the critical section."""
 
 
 class Turns:
-    """Runs steps one at a time, in the order in which they came.
+    """Runs steps one at a time, in the order in which they were given.
 
     Args:
-        what: is guarded, for messages.
+        what: the name of what it guards, for error messages.
     """
 
     def __init__(self, what: str) -> None:
@@ -83,26 +83,26 @@ class Turns:
         self._lock = threading.RLock()  # held while steps run
 
     def take(self, step: Step) -> None:
-        """Runs a step, now or as soon as those before it are done; perhaps on another thread."""
+        """Runs a step, now or after those before it; perhaps on another thread."""
         self._steps.append(step)
         self._go_on()
 
     def leave(self, step: Step) -> None:
-        """Leaves a step to whoever comes next with one of his. Ctrl-C is raised on the main thread
-        only: what it must not end half-way is run by another one."""
+        """Leaves a step to the next thread that takes one. For steps that Ctrl-C, which is raised
+        on the main thread, must not end half-way."""
         self._steps.append(step)
 
     def exclusively(self, look: Callable[[], T]) -> T:
-        """Runs `look` between two steps, after all that were taken before. Ends when the steps do
-        that are under way: they wait for nothing.
+        """Runs `look` between two steps, after all earlier ones. It waits for the steps in
+        progress, which wait for nothing.
 
         Raises:
-            TelegradError: this thread is inside of a step.
+            TelegradError: this thread is inside a step.
         """
         if is_held_here(self._lock):
             raise TelegradError(
-                f"{self._what} cannot be asked by a destructor or a signal handler that has "
-                "interrupted a change of it: do this on another thread"
+                f"{self._what} cannot be used by a destructor or a signal handler that has "
+                "interrupted a change of it: use another thread"
             )
         after: list[Callable[[], None]] = []
         with self._lock:
@@ -114,12 +114,12 @@ class Turns:
         return outcome
 
     def _go_on(self) -> None:
-        # Asked again after each round: what came while the lock was held was left to its holder.
+        # Checked again after each round: steps that came meanwhile were left to the lock's holder.
         while self._steps and not is_held_here(self._lock):
             after: list[Callable[[], None]] = []
             is_held: list[bool] = []
             try:
-                # Noted in the step of the interpreter that takes it, for Ctrl-C between two.
+                # One step of the interpreter takes the lock and records it: see the rules above.
                 is_held.extend(map(self._lock.acquire, (False,)))
                 if not is_held[0]:
                     return

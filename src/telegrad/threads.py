@@ -1,4 +1,4 @@
-"""Threads that compute with as many processors as the program has asked for."""
+"""The number of threads that torch computes with."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ __all__ = ["heed_num_threads"]
 
 
 def heed_num_threads() -> None:
-    """Makes `torch.set_num_threads` hold for this thread too; runs first in a thread that computes.
+    """Applies `torch.set_num_threads` to this thread; every thread that computes calls it first.
 
-    OpenMP keeps the number for each thread, and torch copies the program's into a new thread only
-    when that asks for it. A matrix product in one that has not asked is spread over all processors:
-    with a number of 1, in a group of several processes on one host, they stand in each other's way.
-    Measured with three trainers and a server on two processors: 3100 to 3700 µs a step without
-    this, 2200 to 2800 with it.
+    OpenMP keeps the number per thread, and torch copies the program's number into a new thread only
+    when that thread asks for it. Otherwise a matrix product there uses all processors, and several
+    processes on one host obstruct each other.
     """
     torch.get_num_threads()

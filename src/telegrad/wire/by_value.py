@@ -1,22 +1,22 @@
 """Functions and classes of `__main__`, sent by value between a driver and its workers.
 
-The workers of `telegrad.workers` do not run the driver's script, so what it defines cannot be found
-there by name. These rules make up for it:
+The workers of `telegrad.workers` do not run the driver's script, so they cannot find its
+definitions by name. Instead:
 
-- A function or class is pickled once, by cloudpickle, and the bytes are kept for as long as it does
-  not change. They go along with each message; a receiver that has this version already does not
-  look at them. So there is one class per class of the driver, `isinstance` works, and attributes of
-  the class and defaults of the function keep what the worker has put into them.
-- What is defined anew, as by a notebook's cell that is run again, is another function or class.
-- Where it was defined, a function or class that comes back is the original.
-- Global variables that a function uses, and those that these use, go along too. A worker has one
-  namespace for all of them: its own `__main__`. A variable is set there only if its value differs
-  from the one that was sent before. So functions share what they keep in global variables of the
-  worker, as they would in a module, and a changed setting of the driver still arrives. Variables of
-  the driver are never changed.
+- cloudpickle pickles a function or class once, and the bytes are kept until it changes. Each
+  message carries them; a receiver that has this version already ignores them. So there is one class
+  per class of the driver, `isinstance` works, and attributes of the class and defaults of the
+  function keep what the worker has put into them.
+- A definition that is run again, as in a notebook's cell, is another function or class.
+- A function or class that returns to where it was defined is the original.
+- Global variables that a function uses, directly or through others, travel with it. A worker has
+  one namespace for all of them: its own `__main__`. A variable is set there only if its value
+  differs from the one that was sent before. So functions share global variables of the worker, as
+  they would in a module, and a changed setting of the driver still arrives. Variables of the driver
+  never change.
 
-Everything here is off unless `travel` says otherwise: programs of which every worker runs the same
-script find functions by their names.
+All this is off until `travel` turns it on: if every worker runs the same script, functions are
+found by their names.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ __all__ = ["Role", "reduce_cached", "reduce_class", "reduce_function", "travel"]
 
 _cloudpickle: Any = cloudpickle.cloudpickle
 _Cached: Any = functools._lru_cache_wrapper
-_KEPT = 1024  # definitions of others that are kept although nothing uses them just now
+_KEPT = 1024  # received definitions that are kept although they may be unused
 
 Token = tuple[Any, ...]
 """Tells values of a global variable apart."""
@@ -57,19 +57,19 @@ Values = dict[tuple[str, str], tuple[Token, Any]]
 
 
 class Role(enum.Enum):
-    """What this process's `__main__` is to the other workers."""
+    """The role of this process's `__main__` for the other workers."""
 
     NONE = enum.auto()
     """All workers run the same script."""
     HOME = enum.auto()
-    """It is sent to the others."""
+    """It is sent to the other workers."""
     AWAY = enum.auto()
-    """It is filled by what others send."""
+    """It is filled by what other workers send."""
 
 
-_marking = renewed(threading.RLock())  # one thread names a definition
-# One thread loads definitions, so that no other sees a class that is half made. As with a module
-# that is imported, this runs code of the program: metaclasses, and the imports of modules.
+_marking = renewed(threading.RLock())  # one thread at a time names a definition
+# One thread at a time loads definitions, so that no other sees a class that is not complete. As in
+# an import, code of the program runs under the lock: metaclasses, and imports of modules.
 _loading = renewed(threading.RLock())
 
 _role = Role.NONE
@@ -86,7 +86,7 @@ _set: dict[tuple[str, str], Token] = {}  # those that were set here
 
 
 def travel(role: Role) -> None:
-    """From now on definitions of `__main__` are sent by value, or, by NONE, by name."""
+    """Sends definitions of `__main__` by value from now on; with NONE, by name."""
     global _role, _process
     _role = role
     _process = secrets.token_hex(8)
@@ -109,10 +109,10 @@ def _is_loose(module: Any) -> bool:
 
 
 class _Mark:
-    """Tells a definition from others, and from what it was before.
+    """Tells a definition from others and from its earlier versions.
 
-    It keeps the definition's parts by weak references where it can: methods refer to their class,
-    which could else never go.
+    It keeps the definition's parts by weak references where possible: methods refer to their class,
+    which would otherwise never be freed.
     """
 
     def __init__(self, id_: str, version: str, key: Any) -> None:
@@ -121,7 +121,7 @@ class _Mark:
         self._parts = tuple(map(_weakly, _parts_of(key)))
 
     def fits(self, key: Any) -> bool:
-        """Whether the definition is as it was."""
+        """Whether the definition is unchanged."""
         parts = _parts_of(key)
         return len(parts) == len(self._parts) and all(
             held() is part and (part is not None or not isinstance(held, weakref.ref))
@@ -153,7 +153,7 @@ def _new_name() -> str:
 
 
 def _key_of(definition: Any) -> Any:
-    """What stands for a definition in tables. The many lambdas that one line makes are one."""
+    """The key of a definition in tables. Lambdas that the same line makes have one key."""
     if isinstance(definition, type):
         return definition
     is_bare = not (definition.__defaults__ or definition.__kwdefaults__ or definition.__dict__)
@@ -161,7 +161,7 @@ def _key_of(definition: Any) -> Any:
 
 
 def _parts_of(key: Any) -> tuple[Any, ...]:
-    """A definition has changed if one of these is another object than before."""
+    """The objects by which a change of a definition is noticed."""
     if isinstance(key, type):
         # The descriptors of __dict__ and __weakref__ never change, and refer to the class.
         return tuple(p for p in vars(key).values() if type(p) is not types.GetSetDescriptorType)
@@ -179,8 +179,8 @@ class _Packed(NamedTuple):
     Args:
         version: names this payload.
         payload: the pickled definition.
-        variables: names of the global variables that it uses, with the namespaces they are in.
-        marks: those of all definitions in the payload, which are held weakly.
+        variables: the names of the global variables that it uses, with their namespaces.
+        marks: the marks of all definitions in the payload, which are held weakly.
     """
 
     version: str
@@ -196,12 +196,12 @@ class _Packed(NamedTuple):
 
 
 def reduce_class(cls: type) -> tuple[Any, ...] | None:
-    """Reduces a class that has no name elsewhere; None leaves it to cloudpickle."""
+    """Reduces a class that other workers cannot import; None leaves it to cloudpickle."""
     return _reduce(cls) if _is_loose(cls.__module__) else None
 
 
 def reduce_function(func: types.FunctionType, pickler: Any) -> tuple[Any, ...] | None:
-    """Reduces a function that has no name elsewhere; None leaves it to cloudpickle.
+    """Reduces a function that other workers cannot import; None leaves it to cloudpickle.
 
     Args:
         pickler: cloudpickle's.
@@ -210,14 +210,14 @@ def reduce_function(func: types.FunctionType, pickler: Any) -> tuple[Any, ...] |
         return None
     if func.__closure__ is None:
         return _reduce(func)
-    # What a closure holds, tensors and references too, is part of the message.
+    # The contents of a closure, including tensors and references, are part of the message.
     variables = [(func.__globals__, name) for name in _names(func.__code__)]
     make, arguments, state, *_ = _without_variables(func, pickler)
     return make, arguments, (state, _values(variables)), None, None, _set_closure
 
 
 def reduce_cached(func: Any) -> tuple[Any, ...] | None:
-    """Reduces what `functools.lru_cache` has made; None leaves it to pickle, which names it."""
+    """Reduces a function of `functools.lru_cache`; None leaves it to pickle, which names it."""
     if function_names.name_of(func) is not None or not _is_loose(func.__module__):
         return None
     return _make_cached, (func.__wrapped__, func.cache_parameters())
@@ -242,7 +242,7 @@ def _reduce(definition: Any) -> tuple[Any, ...]:
 
 
 class _DefinitionPickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickles a definition with those that it consists of, as bases, without global variables."""
+    """Pickles a definition with its base classes and the like, without global variables."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, 5)
@@ -266,7 +266,7 @@ class _DefinitionPickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def _without_variables(func: types.FunctionType, pickler: Any) -> tuple[Any, ...]:
-    """cloudpickle's way, with the receiver's namespace in place of a copy of the variables."""
+    """Reduces like cloudpickle, with the receiver's namespace in place of copied variables."""
     _, arguments, (state, slots), *rest = pickler._dynamic_function_reduce(func)
     code, _, *others = arguments
     slots["__globals__"] = {}
@@ -297,7 +297,7 @@ def _token(value: Any) -> Token:
     file = io.BytesIO()
     try:
         _Fingerprint(file, 5).dump(value)
-    except Exception:  # noqa: BLE001 - a reducer of the program failed: the message will say so
+    except Exception:  # noqa: BLE001 - a reducer of the program failed: packing reports it
         return "identity", _identity(value)
     return "content", hashlib.blake2b(file.getvalue(), digest_size=16).digest()
 
@@ -306,10 +306,10 @@ _ATOMS = (type, types.FunctionType, types.ModuleType, torch.Tensor)
 
 
 class _Fingerprint(pickle.Pickler):
-    """Pickles just enough of a value to see whether it changes."""
+    """Pickles enough of a value to see whether it has changed."""
 
     def persistent_id(self, obj: Any) -> str | None:
-        # Handles of ours, as references, are not pickled for nothing: that may have effects.
+        # telegrad's own objects (references, say) are not pickled here: that may have effects.
         is_atom = isinstance(obj, _ATOMS) or _is_of_telegrad(obj)
         return _identity(obj) if is_atom else None
 
@@ -329,7 +329,7 @@ def _identity(value: Any) -> str:
         serial = _identities.get(value)
         if serial is None:
             serial = _identities[value] = next(_serials)
-    except TypeError:  # it knows no weak references: taken for a new one each time
+    except TypeError:  # without weak references it counts as a new object each time
         serial = next(_serials)
     version = 0
     if isinstance(value, torch.Tensor) and not _is_of_telegrad(value) and not value.is_inference():
@@ -396,7 +396,7 @@ def _fill_class(cls: type, filling: tuple[str, str, Any]) -> None:
     _filled[id_] = version
     name, space = cls.__qualname__, _space(cls.__module__)
     if is_new and _role is Role.AWAY and isinstance(space.get(name, type), type):
-        space[name] = cls  # found by its name, it can be pickled there, by `torch.save` say
+        space[name] = cls  # so that it can be pickled there by its name, by `torch.save` say
 
 
 def _set_values(_: Any, values: Values) -> None:

@@ -1,16 +1,14 @@
-"""Naming a function by where it is found, instead of pickling it.
+"""Names of functions, which travel in place of the functions themselves.
 
-A call's target is nearly always something that any process finds by import: a function of a
-module, a class, a static method, `torch.add`. Its name is then all that has to travel, as
-``b"module\\0qualified.name"``, and a name can be interned per connection.
+The target of a call is nearly always something that any process finds by import: a function of a
+module, a class, a static method, `torch.add`. It travels as ``b"module\\0qualified.name"``.
 
-A name is given only if looking it up *now* yields this very object, which is checked on each call
-(one attribute lookup): a name that was bound anew, by a decorator, a reload or a test, never stands
-for the old function. Resolution looks the attribute up each time for the same reason. Only the
-search for the right name is cached, by object identity with a weak reference, so nothing that a
-closure holds is kept alive by the cache.
+A function has a name only if looking it up *now* finds this very object. That is checked at each
+call (one attribute lookup), because a decorator, a reload or a test may have bound the name anew.
+`function_named` looks it up each time for the same reason. Only the search for the right name is
+cached, by identity and with a weak reference, so the cache keeps no closure alive.
 
-The names are not a sandbox: who may name a function may call it. Peers are authenticated.
+Names are not a sandbox: a peer may call any function that it can name. Peers are authenticated.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ __all__ = ["function_named", "name_in", "name_of", "pack_name"]
 
 _LENGTH = struct.Struct("<H")
 
-# Builtins of torch carry no usable name of their own; these are the places where people find them.
+# Builtins of torch have no usable name of their own; this is where programs find them.
 _TORCH_PLACES = (
     "torch",
     "torch.nn.functional",
@@ -45,7 +43,7 @@ _TORCH_PLACES = (
 
 
 class _Known:
-    """A function whose name was found: kept by id, and checked against the object itself."""
+    """A function whose name was found."""
 
     __slots__ = ("module", "name", "path", "target")
 
@@ -58,23 +56,23 @@ class _Known:
 
 _known: dict[int, _Known] = {}
 _places: dict[bytes, tuple[str, tuple[str, ...]]] = {}
-_PLACES_LIMIT = 65_536  # a peer chooses the names: the cache of parsed ones has an end
+_PLACES_LIMIT = 65_536  # peers choose the names, so the cache must have a limit
 _main_by_value = False
 
 
 def set_main_by_value(is_on: bool) -> None:
-    """Whether the other workers run another script, so that nothing of `__main__` is named."""
+    """Whether the other workers run another script, so that nothing in `__main__` has a name."""
     global _main_by_value
     _main_by_value = is_on
     _known.clear()
 
 
 def name_of(func: Any) -> bytes | None:
-    """The name under which any process finds `func` again by import; None if it must be pickled.
+    """The name under which any process finds `func` by import; None if it must be pickled.
 
-    Functions of `__main__` are named too, as the standard library pickles them: workers usually
-    run the same script. They are not if `set_main_by_value` says otherwise, or if they are of a
-    notebook or an interactive session: there is no file that the others could run.
+    Functions of `__main__` have names, too, because workers usually run the same script. They have
+    none after `set_main_by_value(True)`, and in a notebook or an interactive session, where there
+    is no file that the others could run.
 
     >>> import operator
     >>> name_of(operator.add)
@@ -97,7 +95,7 @@ def name_of(func: Any) -> bytes | None:
 
 
 def pack_name(name: bytes) -> bytes:
-    """What stands in front of a call's arguments. Without a name the function is among them."""
+    """The beginning of a call. If the name is empty, the function is among the arguments."""
     return _LENGTH.pack(len(name)) + name
 
 
@@ -114,10 +112,10 @@ def name_in(body: bytes, offset: int) -> tuple[bytes, int]:
 
 
 def function_named(name: bytes) -> Callable[..., Any]:
-    """What `name` stands for in this process; imports its module if need be.
+    """What `name` stands for in this process; imports its module if necessary.
 
     Raises:
-        SerializationError: there is no such module, or nothing of that name in it.
+        SerializationError: the module cannot be imported, or has nothing of that name.
     """
     place = _places.get(name)
     if place is None:
@@ -128,7 +126,7 @@ def function_named(name: bytes) -> Callable[..., Any]:
         for attribute in path:
             found = getattr(found, attribute)
     except (KeyError, AttributeError):
-        # Not imported yet, or being imported right now by another thread.
+        # It is not imported yet, or another thread is importing it.
         found = _import(module, path)
     return found  # type: ignore[no-any-return]
 
@@ -154,8 +152,8 @@ def _import(module: str, path: tuple[str, ...]) -> Any:
     except Exception as error:
         raise SerializationError(
             f"module {module!r} cannot be imported on the worker that is called "
-            f"({type(error).__name__}: {error}), so {module}.{qualified} cannot run there; make "
-            f"the module importable on it too (installed, or on PYTHONPATH)"
+            f"({type(error).__name__}: {error}), so {module}.{qualified} cannot run there. Make "
+            "the module importable on that worker, too (installed, or on PYTHONPATH)"
         ) from error
     for attribute in path:
         try:
@@ -190,7 +188,7 @@ def _search(func: Any) -> bytes | None:
 
 
 def _name_of_class_method(method: types.MethodType) -> bytes | None:
-    # A bound method is a new object at each access, so what is remembered is its class.
+    # A bound method is a new object at each access, so the class is cached instead.
     owner = method.__self__
     if not isinstance(owner, type):
         return None
@@ -202,9 +200,9 @@ def _name_of_class_method(method: types.MethodType) -> bytes | None:
 
 
 def _candidates(func: Any) -> Iterator[tuple[str, str]]:
-    """Places where `func` may be found, most likely first; each is checked by the caller."""
+    """Where `func` may be found, most likely places first; the caller checks each."""
     if isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
-        # Prints as "aten.add" or "aten.add.Tensor", and is found under torch.ops as that.
+        # Its text is "aten.add" or "aten.add.Tensor", which is its name under torch.ops.
         yield "torch", f"ops.{func}"
         return
     if isinstance(func, torch.jit.ScriptFunction):
@@ -224,7 +222,7 @@ def _candidates(func: Any) -> Iterator[tuple[str, str]]:
     if isinstance(module, str):
         yield module, qualified
         if name != qualified:
-            yield module, name  # torch's boolean_dispatch makes functions with a wrong qualname
+            yield module, name  # functions of torch's boolean_dispatch have a wrong qualname
     if isinstance(func, types.BuiltinFunctionType):
         for place in _TORCH_PLACES:
             yield place, name
@@ -246,7 +244,7 @@ def _remember(func: Any, name: bytes, module: str, path: tuple[str, ...]) -> Non
         if not isinstance(func, types.MethodDescriptorType | types.WrapperDescriptorType):
             return
 
-        # Methods of C types know no weak references and live as long as their types.
+        # Methods of C types have no weak references, and live as long as their types.
         def target() -> Any:
             return func
 

@@ -1,14 +1,14 @@
-"""The pickler: what the C pickler does not know how to reduce, or does not do well.
+"""The pickler: how values are reduced that the C pickler cannot reduce, or not well.
 
 It is the standard library's C pickler, protocol 5, with a `reducer_override`, which is called for
-instances, functions and classes but not for builtin containers and scalars. Tensors leave a mark in
-the stream (NEXT_BUFFER) and are noted as entries of the tensor table: the C unpickler takes the
-next item of its `buffers` for each mark, whatever that item is, so the receiver hands it ready
-tensors and needs no unpickler of its own.
+instances, functions and classes but not for builtin containers and scalars. For a tensor it writes
+a mark (NEXT_BUFFER) into the stream and an entry into the tensor table. For each mark the C
+unpickler takes the next item of its `buffers`, whatever its type, so the receiver passes finished
+tensors and needs no special unpickler.
 
-How a type is reduced is looked up once and remembered by the type. What cannot be found by import
-is reduced by cloudpickle, that object only and in the same stream: so a tensor held by a closure is
-still a tensor of the message, and no reducer runs twice.
+How a type is reduced is looked up once. An object that cannot be found by import is reduced by
+cloudpickle, alone and in the same stream: so a tensor in a closure is still a tensor of the
+message, and no reducer runs twice.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ Reducer = Callable[[Any, int], tuple[Any, ...]]
 
 _Handler = Callable[["ValuePickler", Any], Any]
 
-# Stands in the stream for the next entry of the table. It has to be writable: a read-only one is
-# followed by READONLY_BUFFER, which insists on a real buffer.
+# The mark for the next entry of the table. It must be writable: behind a read-only one the pickler
+# writes READONLY_BUFFER, which needs a real buffer.
 _MARK = pickle.PickleBuffer(bytearray())
 _strided = torch.strided
 _slot = revival.slot
-_TYPES_LIMIT = 4096  # programs that make classes all the time must not be remembered for ever
+_TYPES_LIMIT = 4096  # some programs make classes all the time
 
 
 class ValuePickler(pickle.Pickler):
@@ -71,7 +71,7 @@ class ValuePickler(pickle.Pickler):
         super().__init__(sink, 5, buffer_callback=self.marked.append)
 
     def entries(self) -> list[Entry]:
-        """What the stream marks, in its order, each preceded by its parts."""
+        """The entries of the table in the order of the stream, each behind its parts."""
         return [entry for entry in self.marked if entry is not _MARK]
 
     def reset(self) -> None:
@@ -84,12 +84,12 @@ class ValuePickler(pickle.Pickler):
         self.clear_memo()
 
     def reducer_override(self, obj: Any) -> Any:
-        """Called by the C pickler for all that is neither a builtin scalar nor a container."""
+        """The C pickler calls it for everything but builtin scalars and containers."""
         cls = type(obj)
         if cls is Tensor and is_plain(obj):
             self.marked.append(obj)
-            # Not one constant tuple: the pickler remembers the argument tuple and would then refer
-            # to the first mark instead of making a second.
+            # Not a constant tuple: the pickler would refer to the first one instead of writing a
+            # second mark.
             return _slot, (_MARK,)
         handler = self._handlers.get(cls)
         if handler is None:
@@ -100,7 +100,7 @@ class ValuePickler(pickle.Pickler):
 
 
 class _Sink:
-    """The file that the pickler writes to: a list of chunks, large bytes uncopied among them."""
+    """The file that the pickler writes to: a list of chunks. Large bytes are not copied."""
 
     __slots__ = ("write",)
     write: Callable[[bytes], None]
@@ -125,7 +125,7 @@ def _leave_to_pickle(pickler: ValuePickler, obj: Any) -> Any:
 def _by_reducer(reducer: Reducer) -> _Handler:
     def reduce(pickler: ValuePickler, obj: Any) -> Any:
         if pickler.probing:
-            return _slot, (None,)  # reducers may have effects, as the fork of an RRef has
+            return _slot, (None,)  # a reducer may have effects, such as the fork of an RRef
         return reducer(obj, pickler.destination)
 
     return reduce
@@ -191,7 +191,7 @@ def _reduce_script_module(pickler: ValuePickler, module: Any) -> Any:
 
 
 def _reduce_tensor(pickler: ValuePickler, tensor: Tensor) -> Any:
-    """Tensors that are not plain: of a subclass, with attributes, of another layout or device."""
+    """Reduces a tensor of a subclass, with attributes, or of another layout or device."""
     cls = type(tensor)
     if cls is Tensor:
         reduced = _reduce_plain(pickler, tensor)
@@ -204,11 +204,11 @@ def _reduce_tensor(pickler: ValuePickler, tensor: Tensor) -> Any:
         or cls in copyreg.dispatch_table
     )
     is_wrapper = cls.__torch_dispatch__ is not Tensor.__torch_dispatch__
-    # Torch takes both apart without a history.
+    # Torch reduces both without their history.
     if (tensor.is_nested or (is_wrapper and not own_way)) and keeps_grad(tensor):
         raise SerializationError(
-            "a tensor that wraps others and requires grad cannot be sent: send those that it "
-            "wraps, or what .detach() gives"
+            "a tensor that wraps others and requires grad cannot be sent: send the wrapped "
+            "tensors, or the result of .detach()"
         )
     if own_way or is_wrapper:
         return NotImplemented
@@ -226,8 +226,8 @@ def _reduce_plain(pickler: ValuePickler, tensor: Tensor) -> Any:
     original = pickler.originals.get(id(tensor), tensor)
     if has_tangent(tensor):
         raise SerializationError(
-            "a dual tensor of forward-mode differentiation cannot be sent, its tangent would be "
-            "lost: send what forward_ad.unpack_dual gives"
+            "a dual tensor of forward-mode differentiation cannot be sent, because its tangent "
+            "would be lost: send the results of forward_ad.unpack_dual"
         )
     if tensor.is_meta:
         return revival.meta, (
@@ -340,11 +340,11 @@ _HANDLERS: dict[type, _Handler] = {
     torch.jit.ScriptFunction: _reduce_script_function,
     torch.jit.ScriptModule: _reduce_script_module,
     BaseException: _reduce_exception,
-    io.TextIOWrapper: _refuse("an open file cannot be sent: send its path, or what it holds"),
+    io.TextIOWrapper: _refuse("an open file cannot be sent: send its path or its contents"),
     torch._C.Future: _refuse(
         "Can not pickle torch.futures.Future: wait() for it, and send its value"
     ),
     types.GeneratorType: _refuse("generators cannot be sent; send or return a list"),
     types.AsyncGeneratorType: _refuse("generators cannot be sent; send or return a list"),
-    types.CoroutineType: _refuse("coroutines cannot be sent; await it, and send its value"),
+    types.CoroutineType: _refuse("coroutines cannot be sent; await one, and send its value"),
 }

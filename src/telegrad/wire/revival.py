@@ -1,6 +1,6 @@
-"""What a pickle stream calls by name to bring a value back to life on the other worker.
+"""The functions that a pickle stream calls to rebuild values on the receiving worker.
 
-The names are part of the wire format: a stream made by one worker is read by another.
+Their names are part of the wire format.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ __all__ = [
 
 
 def slot(entry: Any) -> Any:
-    """The next entry of the message's tensor table, which the unpickler passes in ready made."""
+    """The next entry of the message's tensor table, which the unpickler passes in."""
     return entry
 
 
 def as_class(tensor: Tensor, cls: type[Tensor]) -> Tensor:
     """`tensor` as an instance of a subclass.
 
-    A Parameter is a leaf by nature. One that arrives with a history becomes a plain tensor that
-    still passes `isinstance(..., Parameter)`: its gradient has to flow back to where it came from.
+    A Parameter that arrives with a history becomes a plain tensor that still passes
+    `isinstance(..., Parameter)`, because its gradient must flow back to its origin.
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"not a tensor: {type(tensor).__name__}")
     if tensor.grad_fn is None and not tensor._is_view():
-        # The same tensor, not a new one on its memory: it may have views in the message.
+        # Not a new tensor on its memory: the message may hold views of this one.
         tensor.__class__ = cls
         return tensor
     if issubclass(cls, torch.nn.Parameter):
@@ -49,7 +49,7 @@ def as_class(tensor: Tensor, cls: type[Tensor]) -> Tensor:
 
 
 def set_attributes(tensor: Tensor, state: Any) -> None:
-    """Give a tensor back the attributes that its program had set on it."""
+    """Sets the attributes that the sender's program had set on a tensor."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"not a tensor: {type(tensor).__name__}")
     with torch._C.DisableTorchFunctionSubclass():
@@ -76,7 +76,7 @@ def quantized(
     """A quantized tensor over `storage`."""
     typed = torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # deprecated, says torch; the sender's program knows
+        warnings.simplefilter("ignore")  # torch calls it deprecated; the sender has seen that
         return torch._utils._rebuild_qtensor(  # type: ignore[no-any-return,no-untyped-call]
             typed, offset, shape, strides, parameters, False, {}
         )
@@ -88,9 +88,9 @@ def typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Ty
 
 
 def exception(cls: type[BaseException], args: tuple[Any, ...]) -> BaseException:
-    """An exception, also one whose constructor takes something else than its `args`: that one is
-    made without it, and gets its attributes afterwards, as all do. Programs for torch's RPC expect
-    a `RuntimeError` then."""
+    """An exception. If its constructor does not take its `args`, it is made without calling the
+    constructor; its attributes are set later in any case. Under the drop-in such an exception
+    raises here, because programs for torch's RPC expect a `RuntimeError`."""
     if not issubclass(cls, BaseException):
         raise TypeError(f"{cls!r} is not a class of exceptions")
     try:
@@ -104,8 +104,8 @@ def exception(cls: type[BaseException], args: tuple[Any, ...]) -> BaseException:
 
 
 def script(saved: bytes) -> Any:
-    """A TorchScript module, or function as the module that it was saved as."""
-    # torch.jit.load does just this, and warns of its deprecation each time.
+    """A TorchScript module, or a function as the module that it was saved as."""
+    # torch.jit.load does the same, and warns each time that it is deprecated.
     unit = torch._C.CompilationUnit()
     module = torch._C.import_ir_module_from_buffer(unit, saved, None, {}, False)  # type: ignore[call-arg,arg-type]
     return torch.jit._recursive.wrap_cpp_module(module)  # type: ignore[no-untyped-call]

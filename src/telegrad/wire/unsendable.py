@@ -1,13 +1,17 @@
-"""Finding out, after a failure, what it was in the value that failed.
+"""What is found out about a value after it could not be packed or unpacked.
 
-Encoding does no bookkeeping for error messages. When it fails, the value is walked and its parts
-are tried one by one until the smallest one that fails is found; that costs time only then.
+Packing does no bookkeeping for error messages. When it fails, `locate` tries the parts of the value
+one by one until it finds the smallest one that fails. When unpacking fails, `missing_global` finds
+a name that this process does not have, and `arguments_in` the references in the stream.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import io
+import itertools
+import pickle
 import pickletools
 import reprlib
 import types
@@ -16,7 +20,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["describe_type", "locate", "missing_global"]
+__all__ = ["arguments_in", "describe_type", "locate", "missing_global"]
 
 _DEPTH = 64
 
@@ -26,7 +30,7 @@ Probe = Callable[[Any], Exception | None]
 def locate(
     value: Any, probe: Probe, root: str, labels: Sequence[str] | None
 ) -> tuple[str, Any, Exception | None]:
-    """The path to the innermost part of `value` that `probe` fails on, the part and the failure."""
+    """The path of the innermost part of `value` for which `probe` fails, the part, the failure."""
     seen: set[int] = set()
     path, part = root, value
     failure: Exception | None = None
@@ -47,7 +51,7 @@ def locate(
 
 
 def describe_type(value: Any) -> str:
-    """The name of a value's type, as one would write it."""
+    """The name of a value's type as a program writes it."""
     cls = type(value)
     if cls.__module__ in ("builtins", "__main__"):
         return cls.__qualname__
@@ -85,7 +89,7 @@ def _children(path: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield from _captured(path, value)
         return
     elif isinstance(value, type | torch.jit.ScriptModule):
-        return  # a class goes by its name, a script module is saved as a whole
+        return  # a class is sent by its name, a script module as a whole
     if isinstance(value, BaseException):
         for index, item in enumerate(value.args):
             yield f"{path}.args[{index}]", item
@@ -101,7 +105,7 @@ def _children(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _captured(path: str, func: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """What a function that is sent by value takes along."""
+    """What is sent along with a function that is sent by value."""
     for name, cell in zip(func.__code__.co_freevars, func.__closure__ or (), strict=False):
         try:
             yield f"{path} variable {name!r}", cell.cell_contents
@@ -127,7 +131,7 @@ def missing_global(stream: bytes) -> tuple[str, str, Exception] | None:
 
 
 def _globals(stream: bytes) -> Iterator[tuple[str, str]]:
-    """All that a stream names, found without running it."""
+    """The names in a stream, found without running it."""
     memo: list[Any] = []
     pushed: list[Any] = [None, None]  # the last two pushes: what STACK_GLOBAL takes
     for opcode, argument, _ in pickletools.genops(stream):
@@ -146,3 +150,49 @@ def _globals(stream: bytes) -> Iterator[tuple[str, str]]:
             index = int(argument or 0)
             argument = memo[index] if index < len(memo) else None
         pushed = [pushed[-1], argument]
+
+
+class _Nothing:
+    """Accepts everything that a pickle does with an object, and does nothing."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        return super().__new__(cls)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self
+
+    append = extend = __setitem__ = __setstate__ = __call__
+
+
+class _CallFinder(pickle.Unpickler):
+    def __init__(self, stream: bytes, place: tuple[str, str], found: Callable[..., Any]) -> None:
+        super().__init__(io.BytesIO(stream), buffers=itertools.repeat(b""))
+        self._place = place
+        self._found = found
+
+    def find_class(self, module: str, name: str) -> Any:
+        return self._found if (module, name) == self._place else _Nothing
+
+
+def arguments_in(stream: bytes | bytearray | memoryview, function: Any) -> list[tuple[Any, ...]]:
+    """The arguments of all calls of `function` in a pickle, found without importing or running
+    anything.
+
+    It serves references in a message that cannot be loaded (a class is missing here, or its
+    constructor raises): they must be ended all the same.
+    """
+    calls: list[tuple[Any, ...]] = []
+
+    def found(*args: Any) -> _Nothing:
+        calls.append(args)
+        return _Nothing()
+
+    place = (function.__module__, function.__qualname__)
+    try:
+        _CallFinder(bytes(stream), place, found).load()
+    except Exception:  # noqa: BLE001 - it is damaged: this is what precedes the damage
+        return calls
+    return calls

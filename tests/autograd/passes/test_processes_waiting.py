@@ -1,5 +1,4 @@
-"""A backward pass however its workers wait for messages: looking for them, sleeping, by a mailbox,
-by a socket, or by a mixture of all."""
+"""A backward pass however its workers wait for messages: spinning, sleeping, or both."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from telegrad import rpc
 from telegrad.testing.cluster import cluster
 
 WAYS = {
-    "looking": {},
+    "spinning": {},
     "sleeping": {"busy_wait": 0.0},
     "falling asleep": {"busy_wait": 1e-6},
     "no shared memory": {"shared_memory": False},

@@ -363,7 +363,7 @@ def test_methods_of_other_classes_are_refused():
 def test_an_attribute_does_not_stand_for_a_method():
     counter = Counter()
     counter.add = plus_one
-    with refused("an attribute of its own"):
+    with refused("an attribute of that name"):
         rpc.rpc_sync("worker1", remote_calls._call_method, (counter, "add", 1))
 
 
@@ -436,7 +436,7 @@ def test_a_stream_does_not_call_a_value():
 def test_what_a_message_refers_to_is_found_in_plain_containers_only():
     counter = telegrad.object("worker1", Counter)
     for value in ({counter}, Counter(counter)):
-        with refused("inside of a value"):
+        with refused("inside a value"):
             telegrad.call("worker1", count_of, value)
 
 

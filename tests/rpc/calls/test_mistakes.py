@@ -320,7 +320,7 @@ def test_what_is_too_large_says_how_large_in_words():
         match=r"the arguments are too large to send: 2 MB, and the limit is 1\.5 MB "
         r"\(Limits\.max_body\)\. .*RpcOptions\(limits=\.\.\.\) on all workers",
     ):
-        codec.encode_arguments((b"x" * 2_000_000,), None)
+        codec.encode(((b"x" * 2_000_000,), None), labels=("args", "kwargs"))
 
 
 @pytest.mark.parametrize(

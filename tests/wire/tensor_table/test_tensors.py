@@ -467,7 +467,7 @@ def test_dual_tensors_are_refused_with_advice() -> None:
             with pytest.raises(SerializationError, match="unpack_dual"):
                 Codec().encode(value)
         with pytest.raises(SerializationError, match="unpack_dual"):
-            Codec().encode_arguments((torch.ones(3), dual), None)
+            Codec().encode(((torch.ones(3), dual), None), labels=("args", "kwargs"))
         with pytest.raises(SerializationError, match="unpack_dual"):
             Codec().encode(Packet(b"", [dual]))
         primal, tangent = send(tuple(forward_ad.unpack_dual(dual)))

@@ -237,7 +237,7 @@ class Agent:
             name = b""
         head = pack_name(name)
         if name:
-            encoded = self.codec.encode_arguments(args, kwargs, to)
+            encoded = self.codec.encode((args, kwargs or None), to, labels=("args", "kwargs"))
         else:
             encoded = self.codec.encode(
                 (func, args, kwargs or None), to, labels=("func", "args", "kwargs")

@@ -124,7 +124,6 @@ class Lanes:
         peer.multiplex(seconds)  # it watches the lanes: without it a loss would not be noticed
         lane = peer.connect(Purpose.LANE, seconds)
         peer.add(lane)
-        lane.open_mailbox()
         return lane
 
     def open_within(self, seconds: float | None) -> tuple[Connection, float | None]:
@@ -171,11 +170,19 @@ class Lanes:
 
     def _has_receipt(self, posted: _Posted) -> bool:
         lane = posted.lane
+        has_come = False
         try:
-            return lane.poll() and lane.receive().call_id == posted.request.number
+            has_come = lane.poll()
+            return has_come and lane.receive().call_id == posted.request.number
         except _BROKEN as error:
             self._on_post_broken(lane, error, posted.request)
             return False
+        except BaseException:  # Ctrl-C
+            if has_come:
+                self.discard(lane)  # a part of the receipt may have been read
+            else:
+                self._await(self._posted, posted)
+            raise
 
     # -- given up
 

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 from telegrad.ids import ForkId, RRefId
 from telegrad.rpc.references.rref import RRef, rebuild_rref
 from telegrad.wire.codec import Codec, Encoded, Reducer
-from telegrad.wire.salvage import arguments_in
+from telegrad.wire.unsendable import arguments_in
 
 if TYPE_CHECKING:
     from telegrad.rpc.references.table import RRefTable

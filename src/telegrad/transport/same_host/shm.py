@@ -1,33 +1,33 @@
 """Shared memory between two processes of one host, for large tensors.
 
-Each side owns the segments it lends to the other: anonymous memory (`memfd`), passed once by file
-descriptor and then named by number. Nothing has a name in the file system, so nothing is left when
+Each side owns the segments that it lends to the other: anonymous memory (`memfd`), passed once by
+file descriptor and then named by number. It has no name in the file system, so nothing is left when
 processes die. The first page of a segment holds one byte of state that both sides see:
 
 =========  ==================================================================
 FREE       the owner may fill it again
 LENT       the borrower has tensors on it
-RETIRED    the owner has let go of it; the borrower unmaps it when it next looks
-HANDED     the borrower has filled it, and a message tells the owner so
-KEPT       the owner has tensors on it that came back in it
+RETIRED    the owner has unmapped it; the borrower unmaps it when it next checks
+HANDED     the borrower has filled it, and a message announces that to the owner
+KEPT       the owner has tensors on it that were sent back in it
 LOST       that message may never arrive
 =========  ==================================================================
 
-The owner alone moves FREE → LENT and FREE → RETIRED, and LENT → RETIRED if the message did not
-leave whole, for then nobody may come to borrow it; the borrower alone moves LENT → FREE, by one
-store, when the last tensor on the buffer dies, on any thread, even inside the garbage collector. So
-giving back needs no message and no lock. A borrower that dies takes nothing along: its owner sees
+Only the owner changes FREE → LENT and FREE → RETIRED, and LENT → RETIRED if the message was not
+sent completely, since then the borrower may not know the segment. Only the borrower changes LENT →
+FREE, by one store, when the last tensor on the buffer dies, on any thread, even inside the garbage
+collector. So returning a segment needs no message and no lock. If a borrower dies, the owner sees
 the connection end and drops every segment lent to it. A segment is announced in the frame that
-first uses it and used again only after the borrower has freed it, hence has mapped it: no frame can
-name a segment that its reader does not know.
+first uses it, and used again only after the borrower has freed it, hence has mapped it: no frame
+names a segment that its reader does not know.
 
-Who serves a request holds on to the segments that it came in (`_Loan.hold`), and once their tensors
-are dead may send what it has to say in them: LENT → HANDED. So the answer to a large message needs
-no further memory. The owner moves HANDED → KEPT when it gets that message, and KEPT → FREE when the
-tensors on it die. If the message does not leave whole, or its connection ends before it was
-received, the borrower moves HANDED → LOST; the owner may still receive it, and retires what has
-been LOST for a while. At every time one side alone writes to a segment, so a state that is
-overwritten in the moment when a connection ends costs no more than the segment.
+A thread that serves a request holds the segments of the request (`_Loan.hold`), and once their
+tensors are dead it may send its answer in them: LENT → HANDED. So the answer to a large message
+needs no further memory. The owner changes HANDED → KEPT when it receives that message, and KEPT →
+FREE when the tensors on it die. If the message is not sent completely, or its connection ends
+before it was received, the borrower changes HANDED → LOST; the owner may still receive it, and
+retires segments that have been LOST for a while. At any time only one side writes to a segment, so
+a state that is overwritten while a connection ends costs no more than the segment.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ from telegrad.wire.tensor_table.memory import lend, size_class
 __all__ = ["SHARE_FROM", "SharedMemory", "is_available", "map_sealed", "sealed_memory"]
 
 SHARE_FROM = 1 << 16
-"""What has at least this many bytes, one buffer or several together, goes through shared memory;
-below it, a socket is faster."""
+"""One buffer or several with this many bytes go through shared memory; below it, a socket is
+faster."""
 
 _MOST_SEGMENTS = (
     64  # lent to one peer: each costs both sides a descriptor for as long as it is used
 )
 
-# Of all segments that this process has lent to anybody. A peer that was lost may be back before it
-# has read all that was sent to it, and must not find one of these in the place of another.
+# Numbers of all segments that this process lends, to any peer. A lost peer may reconnect before it
+# has read everything that was sent to it, and must not take one segment for another.
 _numbers = itertools.count(1)
 
 _FREE, _LENT, _RETIRED, _HANDED, _KEPT, _LOST = range(6)
@@ -70,7 +70,7 @@ _SEALS = getattr(fcntl, "F_SEAL_SHRINK", 2) | getattr(fcntl, "F_SEAL_GROW", 4)
 
 
 def is_available() -> bool:
-    """Whether this system has what it takes: Linux's memfd and its seals."""
+    """Whether this system has Linux's memfd and its seals."""
     return hasattr(os, "memfd_create") and hasattr(fcntl, "F_ADD_SEALS")
 
 
@@ -93,24 +93,24 @@ class _Segment:
         self.data = _data_of(self.mapping)
         self.announced = False
         self.freed_at = time.monotonic()
-        self.lost_at: float | None = None  # when it was first seen to be
+        self.lost_at: float | None = None  # when that state was first seen
 
     def retire(self) -> None:
         self.mapping[0] = _RETIRED
         self.close_descriptor()
 
     def close_descriptor(self) -> None:
-        """It is needed until the borrower has its own."""
+        """Closes the descriptor, which the borrower has a copy of."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
 
 
 class _Loan:
-    """A peer's segment for as long as it is borrowed: by tensors, and by who holds it.
+    """A segment of the peer while it is borrowed: by tensors, or because it is held.
 
     Args:
-        spares: where it stands while it is held and no tensor needs it.
+        spares: the loans that are held and that no tensor uses.
     """
 
     __slots__ = ("_is_held", "_is_unused", "_spares", "_ticket", "mapping", "number")
@@ -120,10 +120,10 @@ class _Loan:
         self.mapping = mapping
         self._spares = spares
         self._is_held = self._is_unused = False
-        self._ticket = [True]  # whoever takes it, on whichever thread, decides what happens next
+        self._ticket = [True]  # the thread that takes it decides what happens next
 
     def hold(self) -> None:
-        """Until `end`, it is not given back, and may be handed back instead."""
+        """Until `end`, the segment is not returned, and may be handed back instead."""
         self._is_held = True
 
     def end(self) -> None:
@@ -133,35 +133,35 @@ class _Loan:
             self._give_back()
 
     def unused(self) -> None:
-        """The last tensor on it has died, maybe in the garbage collector: takes no lock."""
+        """Called when the last tensor dies, maybe in the garbage collector: takes no lock."""
         self._is_unused = True
         if self._is_held:
             self._spares[self] = None
-        if not self._is_held:  # asked last: another thread may just have ended it
+        if not self._is_held:  # checked last: another thread may just have ended it
             self._spares.pop(self, None)
             self._give_back()
 
     def claim(self) -> bool:
-        """Whether the caller is the one to decide about it."""
+        """Whether the caller decides what happens to it: true once."""
         try:
             return self._ticket.pop()
         except IndexError:
             return False
 
     def hand_back(self, data: Sequence[memoryview]) -> bool:
-        """Fills it for its owner. It must have been claimed."""
+        """Fills the segment for its owner. The loan must have been claimed."""
         filled = _FREE  # if it is not, because of Ctrl-C
         try:
             _copy(data, _data_of(self.mapping))
             filled = _HANDED
         finally:
-            is_lent: bool = self.mapping[0] == _LENT  # else its owner has let go of it meanwhile
+            is_lent: bool = self.mapping[0] == _LENT  # else its owner has retired it
             if is_lent:
                 self.mapping[0] = filled
         return is_lent
 
     def _give_back(self) -> None:
-        if self.claim() and self.mapping[0] == _LENT:  # else its owner has let go of it meanwhile
+        if self.claim() and self.mapping[0] == _LENT:  # else its owner has retired it
             self.mapping[0] = _FREE
 
 
@@ -170,7 +170,7 @@ class SharedMemory:
 
     Args:
         max_idle: how many bytes of free segments are kept at most.
-        max_age: after how many seconds without use `trim` lets a free segment go.
+        max_age: after how many unused seconds `trim` retires a free segment.
     """
 
     def __init__(self, max_idle: int = 1 << 28, max_age: float = 2.0) -> None:
@@ -179,10 +179,14 @@ class SharedMemory:
         self._lock = threading.RLock()  # guards the two tables below
         self._own: dict[int, _Segment] = {}
         self._theirs: dict[int, mmap.mmap] = {}
-        self._spares: dict[_Loan, None] = {}  # changes by single steps, also in the collector
+        self._spares: dict[
+            _Loan, None
+        ] = {}  # changed by single steps, also in the garbage collector
         self._closed = False
-        self._refused = False  # the system has no memory for segments: stop asking for a while
-        self._declined: list[int] = []  # the peer's that could not be taken, and it does not know
+        self._refused = False  # the system had no memory for a segment: do not ask for a while
+        self._declined: list[
+            int
+        ] = []  # segments of the peer that could not be mapped, until it knows
         leave_at_fork(self)
 
     def lend(self, *data: memoryview) -> Placed | None:
@@ -204,13 +208,13 @@ class SharedMemory:
             segment.announced = True
         try:
             _copy(data, segment.data)
-        except BaseException:  # Ctrl-C: nobody will come to borrow it
+        except BaseException:  # Ctrl-C: the peer will not hear of it
             self.abandon((segment.number,))
             raise
         return Placed(segment.number, False, descriptor)
 
     def _fitting_spare(self, length: int) -> _Loan | None:
-        """A segment of the peer's that is no longer used here, and is the caller's from now on."""
+        """Claims a segment of the peer that is held and no longer used."""
         most = _most_for(length)
         for spare in list(self._spares):
             if length <= len(spare.mapping) - _DATA <= most and spare.claim():
@@ -237,15 +241,14 @@ class SharedMemory:
             try:
                 best = _Segment(next(_numbers), size_class(length))
             except OSError:
-                # No memory or descriptors for it: the socket still works. Not asked again before
-                # the next `trim`: a starved machine should not pay for it at every message.
+                # No memory or descriptors: the socket still works. Do not ask again before the next
+                # `trim`: it would cost time at every message.
                 self._refused = True
                 return None
             self._own[best.number] = best
         return best
 
     def abandon(self, segments: Sequence[int]) -> None:
-        """A message has not left whole: the peer may or may not know of the segments in it."""
         with self._lock:
             for number in segments:
                 segment = self._own.pop(number, None)
@@ -293,7 +296,7 @@ class SharedMemory:
         return bool(self._declined)
 
     def take_declined(self) -> list[int]:
-        """Those of the peer's segments that it has to be told of: it may drop them."""
+        """The peer's segments that could not be mapped: it must be told, and drops them."""
         with self._lock:
             declined, self._declined = self._declined, []
         return declined
@@ -307,7 +310,7 @@ class SharedMemory:
         return _view(mapping, loan.unused), loan
 
     def trim(self, now: float) -> None:
-        """Lets go of segments that have been free for a while, or are over the limit."""
+        """Retires segments that have been free for a while or are over the limit."""
         with self._lock:
             self._refused = False
             for number, mapping in list(self._theirs.items()):
@@ -339,7 +342,7 @@ class SharedMemory:
             return sum(s.size for s in self._own.values() if s.mapping[0] == _FREE)
 
     def close(self) -> None:
-        """The peer is gone: drops everything. Tensors on borrowed memory stay valid."""
+        """Drops everything, because the peer is gone. Tensors on borrowed memory stay valid."""
         with self._lock:
             self._closed = True
             for segment in self._own.values():
@@ -352,7 +355,7 @@ class SharedMemory:
         self._lock = threading.RLock()
         self._closed = True
         for loan in list(self._spares):
-            loan.claim()  # or else whoever holds it gives it back
+            loan.claim()  # else its holder would return it
         self._own, self._theirs, self._spares = {}, {}, {}
 
 
@@ -361,11 +364,11 @@ def sealed_memory(size: int) -> tuple[int, mmap.mmap]:
     descriptor = os.memfd_create("telegrad", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, size)
-        # Where the system has no page for memory that was promised, touching it kills the process
-        # (SIGBUS). In steps, for a signal in the middle of one undoes it.
+        # Touching memory that the system has promised and does not have kills the process (SIGBUS).
+        # In steps, because a signal during a step undoes it.
         for start in range(0, size, _STEP):
             os.posix_fallocate(descriptor, start, min(_STEP, size - start))
-        # The other process must be able to trust the size: reading past a shrunk file kills it.
+        # The other process must be able to rely on the size: reading past a shrunk file kills it.
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
         return descriptor, _map(descriptor, size)
     except BaseException:
@@ -378,7 +381,7 @@ def map_sealed(descriptor: int) -> mmap.mmap:
 
     Raises:
         OSError: the system has no memory or descriptor for it.
-        ProtocolError: it is not what `sealed_memory` makes.
+        ProtocolError: the memory was not made by `sealed_memory`.
     """
     try:
         try:
@@ -406,7 +409,7 @@ def _data_of(mapping: mmap.mmap) -> Any:
 
 
 def _view(mapping: mmap.mmap, unused: Callable[[], None]) -> memoryview:
-    """The data of a segment; `unused` is called when nobody has a view of it any more."""
+    """The data of a segment; `unused` is called when no view of it is left."""
     array = lend(mapping, _DATA, len(mapping) - _DATA, unused, is_shared=True)
     return memoryview(array).cast("B")
 
@@ -420,8 +423,8 @@ def _length_of(data: Sequence[memoryview]) -> int:
 
 
 def _copy(data: Sequence[memoryview], into: Any) -> None:
-    # numpy copies without the interpreter lock, and on this core alone: torch would wake its whole
-    # thread team for 1 MB, and on a busy machine wait for the slowest.
+    # numpy copies without the interpreter lock, and on one core: for 1 MB torch would wake all its
+    # threads, and on a busy machine wait for the slowest.
     offset = 0
     for buffer in data:
         start = aligned(offset)
@@ -430,11 +433,11 @@ def _copy(data: Sequence[memoryview], into: Any) -> None:
 
 
 def _most_for(length: int) -> int:
-    """The size of the largest segment that so much may be put into."""
+    """The size of the largest segment that may be used for so many bytes."""
     return 2 * size_class(length)
 
 
 def _free_again(mapping: mmap.mmap) -> None:
-    """The owner's last tensor on what was handed back has died."""
+    """Called when the owner's last tensor on a segment that was handed back dies."""
     if mapping[0] in (_KEPT, _LOST):  # else it was retired meanwhile
         mapping[0] = _FREE

@@ -1,27 +1,27 @@
 """An allow-list: which functions other workers may run here, and what their messages may build.
 
-A pickle runs whatever callables it names while it is loaded, so a list of functions is worth
-nothing without an unpickler that finds nothing else. With an `AllowList`
+A pickle runs any callable that it names while it is loaded, so a list of functions protects only
+together with an unpickler that finds nothing else. With an `AllowList`
 
-- a call is refused by its function's name, before its arguments are unpacked, and so is a function
-  that comes by value, which has no name;
+- a call is refused by its function's name before its arguments are unpacked, and so is a function
+  that is sent by value, which has no name;
 - every stream (arguments, results, exceptions, telegrad's own messages) finds only a base set of
   types without side effects, telegrad's own data classes, and what the list names;
 - a method of a remote value runs only if the class that defines it is on the list.
 
-A name is compared before anything is imported. A prefix stands for what is *defined* below it: what
-a module has merely imported, a module among its attributes included, is not found through it. Only
-classes and functions are found, never a module's data, which a stream could change.
+A name is compared before anything is imported. A prefix stands for what is *defined* below it, not
+for what a module has imported, including other modules. Only classes and functions are found, never
+a module's data, which a stream could change.
 
-What telegrad itself calls on other workers is run by a message's head only: inside of a stream it
-is not found. It checks what it runs itself, or `telegrad.rpc.functions.guarded` does it. Values of
-this worker that a message refers to are found after it was unpacked (`telegrad.wire.deferred`).
+The functions that telegrad itself calls on other workers can be named by a message's head only, not
+inside a stream. They check what they run, or `telegrad.rpc.functions.guarded` does. Values of this
+worker that a message refers to are looked up after unpacking (`telegrad.wire.allowed.unpickler`).
 
-Building is limited too, for which the unpickler is the one that the standard library has in Python
-(it takes some microseconds more). No stream sets the state (BUILD) of a class, a function or a
-member of an enumeration, which are not its own. numpy believes what a stream says about a type or
-an array, and reads and writes memory by it; so types get private copies, may be stated once, and
-have to be as numpy itself would make them, and an array may be filled once.
+Building is limited, too, by the standard library's unpickler in Python (some microseconds slower).
+No stream sets the state (BUILD) of a class, a function or a member of an enumeration, which are not
+part of it. numpy trusts what a stream says about a type or an array, and reads and writes memory by
+it. So types get private copies, get their state once, and must be as numpy itself makes them; an
+array is filled once.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ __all__ = ["AllowList", "Place", "loads_data"]
 class AllowList:
     """
     Args:
-        entries: functions, classes, modules, and dotted names or prefixes of names. A class stands
-            for its methods too, a module or prefix for all that is defined below it.
+        entries: functions, classes, modules, and dotted names or prefixes of names. A class
+            includes its methods, a module or prefix everything that is defined below it.
 
     Raises:
-        TypeError: it is no collection of such things.
-        ValueError: other workers cannot name an entry, as a lambda.
+        TypeError: `entries` is not a collection of these.
+        ValueError: other workers cannot name an entry (a lambda, say).
 
     >>> allowed = AllowList([torch.add, "mypackage.remote"])
     >>> allowed.permits("torch", "add"), allowed.permits("os", "system")
@@ -107,7 +107,7 @@ class AllowList:
             )
 
     def permits(self, module: str, qualified: str) -> bool:
-        """Whether a name is on the list; what it stands for is not looked at."""
+        """Whether a name is on the list, whatever it stands for."""
         return (module, qualified) in self._functions or self._is_below(f"{module}.{qualified}")
 
     def _is_below(self, name: str) -> bool:
@@ -118,10 +118,10 @@ class AllowList:
         return False
 
     def function(self, name: bytes) -> Callable[..., Any]:
-        """What a call names.
+        """The function that a call names.
 
         Raises:
-            NotAllowed: it may not be run here.
+            NotAllowed: the list does not name it.
         """
         module, _, qualified = str(name, "utf-8", "replace").partition("\0")
         if (module, qualified) in OWN_FUNCTIONS:
@@ -130,8 +130,8 @@ class AllowList:
         return found
 
     def given(self, func: Any) -> Callable[..., Any]:
-        """What a function of telegrad's own may run of what it is given: the same that a call may
-        name, except for other functions of telegrad's own.
+        """A function that was passed to one of telegrad's own functions to be run: it must be one
+        that a call may name, and not one of telegrad's own.
 
         Args:
             func: a function, or its name.
@@ -146,22 +146,22 @@ class AllowList:
         return found  # and not `func`: this is what was checked
 
     def named_in_stream(self, name: Any) -> Any:
-        """A function that a stream names, instead of pickling it."""
+        """A function that a stream names instead of pickling it."""
         module, _, qualified = str(name, "utf-8", "replace").partition("\0")
         return self._find(module, qualified, "may not be run here")
 
     def refuse_by_value(self) -> NoReturn:
-        """Refuses a function that comes without a name."""
+        """Refuses a function without a name."""
         _refuse_by_value()
 
     def check_method(self, value_type: type, name: str) -> None:
-        """Whether others may call a method of a value of that type.
+        """Checks whether others may call a method of values of a type.
 
         Raises:
             NotAllowed
         """
         if type(name) is not str:
-            raise NotAllowed(f"a method is named by {name!r}, and not by a string")
+            raise NotAllowed(f"a call names a method by {name!r} instead of a string")
         for cls in value_type.__mro__:
             if name in cls.__dict__:
                 place = f"{cls.__module__}.{cls.__qualname__}"
@@ -171,7 +171,7 @@ class AllowList:
         _refuse(value_type.__module__, f"{value_type.__qualname__}.{name}", "may not be run here")
 
     def check_method_of(self, value: Any, name: str) -> None:
-        """The same for one value, whose own attribute must not stand in the place of the method.
+        """The same for one value, which must not have an attribute in place of the method.
 
         Raises:
             NotAllowed
@@ -181,17 +181,17 @@ class AllowList:
         if name in getattr(value, "__dict__", ()):
             raise NotAllowed(
                 f"{cls.__qualname__}.{name} may not be run here: this {cls.__qualname__} has an "
-                "attribute of its own in the place of the method, and RpcOptions(allow=...) of "
-                "this worker names methods of classes",
+                "attribute of that name in place of the method, and RpcOptions(allow=...) of this "
+                "worker names methods of classes. Remove the attribute, or call a function",
                 name=f"{cls.__module__}.{cls.__qualname__}.{name}",
             )
 
     def loads(self, stream: Any, *, buffers: Sequence[Any] = ()) -> Any:
-        """`pickle.loads`, which builds nothing but what is allowed."""
+        """`pickle.loads`, which builds only what is allowed."""
         return AllowedUnpickler(self, stream, buffers).load()
 
     def find_class(self, module: str, qualified: str) -> Any:
-        """What a stream names."""
+        """The class or function that a stream names."""
         plain = _plain_of_torch(module, qualified)
         if plain is not None:
             return plain
@@ -221,8 +221,7 @@ class AllowList:
         return found
 
     def _is_defined_below(self, found: Any, module: str, qualified: str) -> bool:
-        """Whether what was found under an allowed name is not something that was only imported
-        there."""
+        """Whether what was found under an allowed name is defined there, and not imported."""
         place: Any = sys.modules[module]
         if isinstance(found, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
             return True
@@ -233,7 +232,7 @@ class AllowList:
         if isinstance(found, torch.jit.ScriptFunction):
             return self._is_below(found.qualified_name.removeprefix("__torch__."))
         if isinstance(found, types.MethodDescriptorType):
-            return True  # of a class that was looked at above
+            return True  # of a class that was checked above
         if isinstance(found, types.BuiltinFunctionType) and module.split(".")[0] == "torch":
             return str(found.__module__).split(".")[0] == "torch"
         return self._is_below(_place_of(found))
@@ -244,8 +243,8 @@ def _place_of(found: Any) -> str:
 
 
 def _plain_of_torch(module: str, qualified: str) -> Any:
-    """A dtype, a layout or a memory format; None if it is something else. They are pickled as
-    "torch.float32" in any module that has imported torch."""
+    """A dtype, layout or memory format; None for anything else. They are pickled as "torch.float32"
+    in any module that has imported torch."""
     if module != "torch" and not qualified.startswith("torch."):
         return None
     found = vars(torch).get(qualified.removeprefix("torch."))
@@ -273,8 +272,8 @@ def _refuse(module: str, qualified: str, what: str) -> NoReturn:
         _refuse_by_value()
     if module.partition(".")[0] == "telegrad" and name not in MAY_BE_NAMED:
         raise NotAllowed(
-            f"{name} {what}: it is a part of telegrad itself, and what needs it is not available "
-            "on a worker with RpcOptions(allow=...)",
+            f"{name} {what}: it is a part of telegrad that is not available on a worker with "
+            "RpcOptions(allow=...). Use a function of your own that the option names",
             name=name,
         )
     package = module.partition(".")[0]
@@ -290,28 +289,30 @@ def _refuse(module: str, qualified: str, what: str) -> NoReturn:
     if package == "torch":
         raise NotAllowed(
             f"{name} {what}: RpcOptions(allow=...) of this worker does not name it. If other "
-            "workers may use it with any arguments, add this one function or class on the worker "
-            "where it is refused, and not all of torch; otherwise name a function of your own "
-            "that uses it",
+            "workers may use it with any arguments, add this one function or class, and not all of "
+            "torch, on the worker that refuses it; otherwise name a function of your own that uses "
+            "it",
             name=name,
         )
     raise NotAllowed(
         f"{name} {what}: RpcOptions(allow=...) of this worker does not name it. If other workers "
-        f"are to use it, add the function or class, its module, or a prefix of the name, on the "
-        "worker where it is refused; it must be defined there, not imported",
+        "may use it, add the function or class, its module, or a prefix of the name, on the worker "
+        "that refuses it; it must be defined there, not imported",
         name=name,
     )
 
 
 class _DataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        raise ProtocolError(f"damaged message: it names {module}.{name}, and should hold numbers")
+        raise ProtocolError(
+            f"damaged message: it names {module}.{name}, and may hold only numbers and text"
+        )
 
 
 def loads_data(stream: Any) -> Any:
-    """A pickle of nothing but builtin containers, numbers and text.
+    """`pickle.loads` for builtin containers, numbers and text.
 
     Raises:
-        ProtocolError: there is something else in it.
+        ProtocolError: the stream holds something else.
     """
     return _DataUnpickler(io.BytesIO(stream)).load()

@@ -1,7 +1,7 @@
-"""What a worker with an allow-list needs of telegrad itself, and what every stream may name.
+"""The names of telegrad's own, and of harmless types, that an allow-list includes.
 
-Each name here is open to whoever may call the worker, with any arguments: a function belongs here
-only if it does no harm then, or checks what it runs.
+All workers can use these names with any arguments: a function belongs here only if that does no
+harm, or if it checks what it runs.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ BASE: Final[frozenset[Place]] = frozenset(
         ("telegrad.optim.local", "LocalScheduler"),
     )
 )
-"""What every stream may name: types without side effects, and what telegrad itself packs with."""
+"""What every stream may name: types without side effects, and what telegrad packs with."""
 
 OWN_FUNCTIONS: Final[frozenset[Place]] = frozenset(
     (
@@ -87,12 +87,12 @@ OWN_FUNCTIONS: Final[frozenset[Place]] = frozenset(
         ("telegrad.remote_calls", "_run_in_modes"),
         ("telegrad.remote_calls", "_call_method"),
         ("telegrad.remote_calls", "_call_method_in_modes"),
-        # Of a remote value the names of its methods, of a future its value: which its caller gets.
+        # The names of a remote value's methods, and the value of a future: what their user may see.
         ("telegrad.remote_calls", "_describe"),
         ("telegrad.remote_calls", "_itself"),
         ("telegrad.launch.membership", "_seed"),  # takes a number
-        # What a table runs is a fixed set of functions and of operations, which check what they
-        # are given: see `telegrad.tensors.table`.
+        # A table runs a fixed set of functions and operations, which check their arguments: see
+        # `telegrad.tensors.table`.
         ("telegrad.tensors.table", "open_table"),
         ("telegrad.tensors.table", "close_table"),
         ("telegrad.tensors.table", "run_batch"),
@@ -111,21 +111,21 @@ OWN_FUNCTIONS: Final[frozenset[Place]] = frozenset(
     )
 )
 """What telegrad itself calls on other workers. Those that run a method of a remote value, or a
-class that they are given, find only what is allowed."""
+class that was passed to them, find only what is allowed."""
 
 DEFERRED: Final[frozenset[Place]] = frozenset(
     (("telegrad.remote_calls", "_value_of"), ("telegrad.remote_calls", "_object_of"))
 )
-"""What finds values of this worker for a message. They run after it was unpacked: see
-`telegrad.wire.deferred`. With any arguments, they give a value that a call of its worker could get
-as well, wait for it, or raise."""
+"""The functions that find values of this worker for a message. They run after unpacking: see
+`telegrad.wire.allowed.unpickler`. With any arguments, they return a value that a call of the worker
+could get as well, wait for it, or raise."""
 
 MAY_BE_NAMED: Final = ("telegrad.wire.revival.script",)
-"""Of telegrad's own: what a program may put on its list."""
+"""Names of telegrad's own that a program may put on its list."""
 
 BY_VALUE: Final = ("cloudpickle.", "telegrad.wire.by_value.")
 BOUND: Final = ("functools.partial", "builtins.getattr")
-"""What functions that are sent by value are made with."""
+"""What rebuilds functions that are sent by value."""
 
 OWN_CLASSES: Final = ("telegrad.optim.local.LocalOptimizer", "telegrad.optim.local.LocalScheduler")
 OWN_PACKAGES: Final = (

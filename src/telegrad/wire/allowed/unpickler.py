@@ -1,5 +1,11 @@
-"""The unpickler of a worker with an allow-list: it finds what the list lets it find, and builds
-nothing that others rely on. See `telegrad.wire.allowed.allow_list`."""
+"""The unpickler of a worker with an allow-list: see `telegrad.wire.allowed.allow_list`.
+
+A message may refer to values of this worker: a future or a stand-in among the arguments of a call.
+A stream must not get hold of such a value while it is loaded, because a pickle can call it, set its
+state, add to it and iterate over it, and so run methods of classes that are not on the list. So the
+stream gets a mark without methods. After loading, marks in lists, tuples and dictionaries are
+replaced; a mark anywhere else is refused.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +22,6 @@ import torch
 
 from telegrad.errors import NotAllowed
 from telegrad.wire.allowed.names import DEFERRED
-from telegrad.wire.deferred import Deferred
 from telegrad.wire.function_names import function_named
 
 if TYPE_CHECKING:
@@ -45,9 +50,9 @@ class AllowedUnpickler(_InPython):  # type: ignore[misc]
     def __init__(self, allowed: AllowList, stream: Any, buffers: Sequence[Any]) -> None:
         super().__init__(io.BytesIO(stream), buffers=buffers)
         self._allowed = allowed
-        self._deferred = Deferred()
+        self._deferred = _Deferred()
         self._unstated: list[Any] = []
-        """Types of numpy's that were made and not given their state yet."""
+        """The numpy types that were made and have no state yet."""
 
     def find_class(self, module: str, qualified: str) -> Any:
         if (module, qualified) == ("numpy", "dtype"):
@@ -74,11 +79,11 @@ class AllowedUnpickler(_InPython):  # type: ignore[misc]
         target = self.stack[-2]
         if isinstance(target, _NEVER_BUILT):
             raise NotAllowed(
-                f"a value changes {target!r}, which is not its own: "
-                "RpcOptions(allow=...) of this worker forbids that",
+                f"a value changes {target!r}, which is not part of it: RpcOptions(allow=...) of "
+                "this worker forbids that",
             )
         if isinstance(target, np.ndarray) and target.size:
-            raise NotAllowed("a value fills a numpy array that is in use already")
+            raise NotAllowed("a value fills a numpy array that has its contents already")
         if isinstance(target, np.dtype):
             self._state_dtype(target)
         else:
@@ -88,8 +93,8 @@ class AllowedUnpickler(_InPython):  # type: ignore[misc]
 
     def _new_dtype(self, name: str, align: bool = False, copy: bool = True) -> np.dtype[Any]:
         if type(name) is not str:
-            raise NotAllowed(f"a type of numpy's is made of {name!r}, and not of its name")
-        made: np.dtype[Any] = np.dtype(name, align, True)  # a copy: the others are shared by all
+            raise NotAllowed(f"a numpy type is made from {name!r} instead of its name")
+        made: np.dtype[Any] = np.dtype(name, align, True)  # a copy: without it the type is shared
         self._unstated.append(made)
         return made
 
@@ -103,10 +108,10 @@ class AllowedUnpickler(_InPython):  # type: ignore[misc]
         except (TypeError, ValueError, KeyError):
             is_natural = False
         if not is_natural:
-            raise NotAllowed("a value holds a type of numpy's that numpy would not make")
+            raise NotAllowed("a value holds a numpy type that numpy itself would not make")
 
     def _is_natural(self, dtype: np.dtype[Any]) -> bool:
-        """Whether it is what numpy makes of its parts, all of which have their state."""
+        """Whether numpy makes the same type from its parts, all of which have their state."""
         natural: np.dtype[Any]
         if dtype.subdtype is not None:
             natural = np.dtype(dtype.subdtype)
@@ -128,3 +133,78 @@ class AllowedUnpickler(_InPython):  # type: ignore[misc]
             and natural.alignment == dtype.alignment
             and not any(part is each for part in parts for each in self._unstated)
         )
+
+
+class _Mark:
+    """Recognised by its identity, so a stream cannot change what it stands for."""
+
+    __slots__ = ()
+
+
+class _Deferred:
+    """The marks in one stream, and what they stand for."""
+
+    def __init__(self) -> None:
+        self._calls: dict[int, tuple[_Mark, Callable[..., Any], tuple[Any, ...]]] = {}
+        self._values: dict[int, Any] = {}
+
+    def later(self, function: Callable[..., Any], *args: Any) -> object:
+        """A mark for `function(*args)`."""
+        mark = _Mark()
+        self._calls[id(mark)] = mark, function, args
+        return mark
+
+    def resolved(self, value: Any) -> Any:
+        """The value of the stream, with each mark replaced by what it stands for.
+
+        Raises:
+            NotAllowed: a mark is neither in a list, tuple or dictionary nor the value itself.
+            Exception: what finding a value raises.
+        """
+        if not self._calls:
+            return value
+        found = self._replaced(value, {})
+        if len(self._values) < len(self._calls):
+            raise NotAllowed(
+                "a future of telegrad.submit or a stand-in of telegrad.object is inside a value "
+                "that is not a list, tuple or dictionary, which RpcOptions(allow=...) of this "
+                "worker forbids. Pass it as an argument of its own"
+            )
+        return found
+
+    def _replaced(self, value: Any, seen: dict[int, tuple[Any, Any]]) -> Any:
+        """
+        Args:
+            seen: by id, the containers that were visited, and what replaces them. It keeps them
+                alive, so that their ids are not used again.
+        """
+        key = id(value)
+        if key in self._calls:
+            if key not in self._values:
+                _, function, args = self._calls[key]
+                self._values[key] = function(*args)
+            return self._values[key]
+        kind = type(value)
+        if kind is not list and kind is not dict and not isinstance(value, tuple):
+            return value
+        if key in seen:
+            return seen[key][1]
+        if kind is list:
+            seen[key] = value, value
+            value[:] = [self._replaced(each, seen) for each in list(value)]
+            return value
+        if kind is dict:
+            seen[key] = value, value
+            for name, each in list(value.items()):
+                new = self._replaced(each, seen)
+                if new is not each:
+                    value[name] = new
+            return value
+        items = list(tuple.__iter__(value))
+        new_items = [self._replaced(each, seen) for each in items]
+        if any(new is not old for new, old in zip(new_items, items, strict=True)):
+            new = tuple.__new__(kind, new_items)
+        else:
+            new = value
+        seen[key] = value, new
+        return new

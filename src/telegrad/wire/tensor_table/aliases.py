@@ -1,22 +1,26 @@
-"""Tensors of one message that share memory: which are views of which.
+"""Tensors of one message that share memory: which bytes travel, and which tensors are views.
 
-In one process, torch relates tensors over the same memory in two ways. All views of a tensor, and
-what `detach()` gives, have one *version counter*, by which torch notices that something saved for
-backward has changed. Views that autograd knows have one *base*: an operation in place on one of
-them becomes part of the history of the base and of all its views.
+Tensors whose memory overlaps travel as one *span*, whether or not they have the same storage object
+(two tensors made from one numpy array do not). Others travel alone: two rows of a large table are
+two small spans, never the table.
+
+In one process, torch relates tensors on the same memory in two ways. All views of a tensor, and its
+`detach()`, have one *version counter*, by which torch notices changes to what it has saved for
+backward. Views that autograd records have one *base*: an operation in place on one of them becomes
+part of the history of the base and of all its views.
 
 Both relations are rebuilt on arrival. Tensors on one span get one version counter. Those that have
-one base become real views of one received tensor, their *root*: the base, if it is in the message,
-or else a flat tensor over the memory that they use of it, which is nobody's value. The root alone
+one base become views of one received tensor, their *root*: the base, if it is in the message, or a
+flat tensor over the memory that they use of it, which is not a value of the message. Only the root
 is recorded, on both sides: its gradient is that of all its views, and goes to the base.
 
-That is right only for views whose gradient goes to the base unchanged. One that has hooks or
-`retain_grad`, or came out of a Python function, keeps a history of its own; then, and where views
+That is right only for views whose gradient goes to the base unchanged. A view that has hooks or
+`retain_grad`, or is the result of a Python function, keeps its own history. Then, and if views
 cannot be rebuilt (another dtype, a base with gaps), the tensors of that base arrive with memory of
-their own, as `clone()` would give them. (A hook on an intermediate view that is not in the message
-cannot be seen from here, and does not run.)
+their own, as if cloned. (A hook on an intermediate view that is not in the message cannot be seen
+from here, and does not run.)
 
-`.data` cannot be told from `detach()`, so its changes are noticed as those are.
+`.data` cannot be told from `detach()`, so changes through it are noticed, too.
 """
 
 from __future__ import annotations
@@ -30,18 +34,26 @@ from torch import Tensor
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 
 from telegrad.wire.tensor_table.layout import Entry, is_leaf, keeps_grad
-from telegrad.wire.tensor_table.spans import Region, Span, bytes_spanned
 
-__all__ = ["Relations", "relate"]
+__all__ = ["Region", "Relations", "bytes_spanned", "memory_at", "relate", "shared_spans"]
 
-_LONGEST_CHAIN: Final = 64  # views of views: more are treated as none
+_LONGEST_CHAIN: Final = 64  # views of views: a longer chain is not followed
 _AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 _PythonNode = torch.autograd.function.BackwardCFunction
 
 
+Region = tuple[int, int, int, Tensor]
+"""First address, address after the last byte, index of the table's entry, and the tensor."""
+
+Span = tuple[int, int, Tensor]
+"""First address, address after the last byte, and a tensor whose storage covers them."""
+
+_ALIGNMENT = 16  # the largest element torch has: complex128
+
+
 @dataclass(slots=True)
 class Root:
-    """A root that is nobody's value: a flat tensor, and where it lies in the span at `start`."""
+    """A root that is not a value: a flat tensor, at `offset` in the span at `start`."""
 
     tensor: Tensor
     start: int
@@ -50,11 +62,11 @@ class Root:
 
 @dataclass(slots=True)
 class Relations:
-    """What is known about the entries of a table that share memory."""
+    """How the entries of a table that share memory are related."""
 
     root_of: dict[int, int] = field(default_factory=dict)
-    """By the index of a view, that of its root. Roots that are nobody's value count on from the
-    last entry."""
+    """The index of the root, by the index of the view. Hidden roots are numbered after the last
+    entry."""
     apart: set[int] = field(default_factory=set)
     """Entries that get memory of their own."""
     hidden: list[Root] = field(default_factory=list)
@@ -86,7 +98,7 @@ def relate(
 def _base_of(tensor: Tensor) -> Tensor:
     base = tensor._base if tensor._is_view() else None
     if base is None or (tensor.requires_grad and not base.requires_grad):
-        return tensor  # a leaf that is a view has a gradient of its own
+        return tensor  # a view that is a leaf has a gradient of its own
     return base
 
 
@@ -98,7 +110,7 @@ def _join(
     original_of: Callable[[Tensor], Tensor],
     relations: Relations,
 ) -> bool:
-    """Makes tensors views of one root; False if they have to go apart."""
+    """Makes tensors views of one root; False if they must be separate."""
     originals = {index: original_of(tensor) for _, _, index, tensor in family}
     base = _base_of(originals[family[0][2]])
     first, after = _extent(base)
@@ -146,7 +158,7 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
 
 
 def _can_be_viewed(dtype: torch.dtype, view: Tensor, has_grad: bool) -> bool:
-    """Whether what arrives can be made a view of a root of that type."""
+    """Whether the received tensor can be made a view of a root of that type."""
     if view.dtype is dtype or not has_grad:
         return True
     if dtype.is_complex:
@@ -155,7 +167,7 @@ def _can_be_viewed(dtype: torch.dtype, view: Tensor, has_grad: bool) -> bool:
 
 
 def _is_plain_view(view: Tensor, base: Tensor) -> bool:
-    """Whether all that happens to the gradient of a view is that it becomes the base's."""
+    """Whether a view passes its gradient to the base unchanged."""
     if view.retains_grad or view._backward_hooks:
         return False
     node: Any = view.grad_fn
@@ -175,7 +187,7 @@ def _is_plain_view(view: Tensor, base: Tensor) -> bool:
 
 
 def _has_hooks(node: Any) -> bool:
-    # There is no other way to get at a node's hooks than to register one.
+    # A node gives access to its hooks only when one is registered.
     for register in (node.register_hook, node.register_prehook):
         handle = register(_nothing)
         count = len(handle.hooks_dict_ref())
@@ -187,3 +199,58 @@ def _has_hooks(node: Any) -> bool:
 
 def _nothing(*gradients: object) -> None:
     return None
+
+
+def bytes_spanned(tensor: Tensor) -> int:
+    """From the first to the last byte that a strided tensor touches (it has elements)."""
+    last = 0
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        last += (size - 1) * stride
+    return (last + 1) * tensor.itemsize
+
+
+def shared_spans(regions: Sequence[Region]) -> dict[int, Span]:
+    """The spans of the regions that overlap others, by the index of their entries."""
+    shared: dict[int, Span] = {}
+    ordered = sorted(regions)  # no two have the same index, so tensors are never compared
+    group = [ordered[0]]
+    end = ordered[0][1]
+    for region in [*ordered[1:], None]:
+        if region is not None and region[0] < end:
+            group.append(region)
+            end = max(end, region[1])
+            continue
+        if len(group) > 1:
+            _share(group, end, shared)
+        if region is not None:
+            group = [region]
+            end = region[1]
+    return shared
+
+
+def _share(group: list[Region], end: int, shared: dict[int, Span]) -> None:
+    start = group[0][0]
+    if any((first - start) % tensor.itemsize for first, _, _, tensor in group):
+        # Views of several element sizes: begin a little earlier, at an offset that is a whole
+        # number of elements of any size. Offsets in a storage are, so it lies within the storage.
+        base = group[0][3].untyped_storage().data_ptr()
+        start -= (start - base) % _ALIGNMENT
+    for _, _, _, owner in group:
+        storage = owner.untyped_storage()
+        base = storage.data_ptr()
+        if base <= start and end <= base + storage.nbytes():
+            break
+    else:
+        # No single storage covers them (slices of one numpy array): each travels alone.
+        return
+    for first, _, index, tensor in group:
+        if (first - start) % tensor.itemsize == 0:
+            shared[index] = (start, end, owner)
+
+
+def memory_at(address: int, size: int, owner: Tensor) -> memoryview:
+    """The bytes at `address`, which lie in the storage of `owner`; the view keeps it alive."""
+    storage = owner.untyped_storage()
+    raw = torch.empty(0, dtype=torch.uint8, device="cpu")  # whatever the default is
+    raw.set_(storage, address - storage.data_ptr(), (size,), (1,))
+    return memoryview(raw.numpy())  # type: ignore[arg-type]

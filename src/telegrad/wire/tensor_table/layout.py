@@ -4,15 +4,15 @@ A payload with tensors is::
 
     header | span sizes | bytes of the small spans | records | pickle stream
 
-A *span* is a stretch of memory that is sent once, however many tensors look at it (`spans`). Small
-spans ride in the payload itself; each of the others is a buffer of the message, sent from the
-sender's memory and read into memory that the new tensors then alias. A *record* describes one
-tensor: its dtype, sizes and strides, its span and the offset in it. Sparse tensors are records that
-point at the records of their parts, and views (`aliases`) records that point at that of their root.
+A *span* is a stretch of memory that is sent once, however many tensors lie in it (`aliases`). Small
+spans travel in the payload itself; each of the others is a buffer of the message, sent from the
+sender's memory and read into memory that the new tensors then use. A *record* describes one tensor:
+its dtype, sizes and strides, its span and the offset in it. The record of a sparse tensor refers to
+the records of its parts, and that of a view to the record of its root.
 
-A table comes from the network. Whatever it says is checked against the bytes that are really there
-before memory is touched or allocated, and a table that lies is a `ProtocolError`. Both ends are
-taken to be little-endian, as every platform of torch is.
+A table comes from the network. Each number in it is checked against the bytes that were received
+before memory is accessed or allocated, and a wrong one is a `ProtocolError`. Both ends must be
+little-endian, as all platforms of torch are.
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 INLINE_LIMIT: Final = 16 * 1024
-"""Spans below this many bytes ride in the payload.
+"""Spans of fewer bytes travel in the payload.
 
-A buffer beside the payload costs 7 µs here (encoding, one more read from a Unix socket, decoding);
-riding costs two more copies of the bytes. Measured: 17 against 25 µs at 1 KiB, 21 against 27 at
-16 KiB, 24 against 32 at 32 KiB, equal at 64 KiB. Well below that, since all that rides in a message
-is one allocation, which the last of its tensors keeps.
+A buffer beside the payload costs 7 µs (encoding, one more read, decoding), a span in the payload
+two more copies of its bytes. Both take the same time at 64 KiB. The limit is well below that,
+because all such spans of a message are one allocation, which the last of their tensors keeps.
 """
 
 MAGIC: Final = 0x54  # "T"; a payload without tensors is a bare pickle, which begins with 0x80
@@ -46,18 +45,18 @@ STRIDED, RAW, STORAGE, COO, COMPRESSED = range(5)
 
 CONTIGUOUS = 1  # no strides follow the sizes
 GRAD = 2  # required grad on the sender
-SHARED = 4  # other records look at the same span
+SHARED = 4  # other records use the same span
 CONJ = 8
 NEG = 16
-PART = 32  # belongs to another record, and is nobody's value
+PART = 32  # belongs to another record, and is not a value
 COALESCED = 64
-VIEW = 128  # of another record, whose span it looks at
+VIEW = 128  # of another record, whose span it uses
 UNUSUAL = SHARED | CONJ | NEG | VIEW
 
 NO_SPAN: Final = 0xFFFFFFFF
 ALIGNED: Final = 15
 
-# The position is the code on the wire: append only. Names, because not every build has them all.
+# The position is the code on the wire: append only. Names, because some builds lack some dtypes.
 # fmt: off
 DTYPE_NAMES: Final = (
     "float32", "float64", "float16", "bfloat16", "bool", "uint8", "int8", "int16", "int32", "int64",
@@ -79,20 +78,20 @@ COMPRESSED_LAYOUTS: Final = (
 
 
 def keeps_grad(tensor: Tensor) -> bool:
-    """Whether a tensor requires grad where it arrives: if it does here, unless it was computed and
-    gradients are off, because then its history is not meant."""
+    """Whether a tensor requires grad on arrival: if it does here, unless gradients are off and it
+    has a history."""
     return tensor.requires_grad and (torch.is_grad_enabled() or is_leaf(tensor))
 
 
 def is_leaf(tensor: Tensor) -> bool:
-    """`tensor.is_leaf` for one that requires grad. To tell that of a view torch takes its mutex,
-    which must not be done with the interpreter lock in hand (see `message_nodes`)."""
+    """`tensor.is_leaf` for a tensor that requires grad. For a view torch's own would take a mutex,
+    which is not safe under the interpreter lock (see `message_nodes`)."""
     base = tensor._base if tensor._is_view() else None
     return (base is not None and not base.requires_grad) or tensor.is_leaf
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is an entry of the table as it is."""
+    """Whether a tensor can be an entry of the table unchanged."""
     return (
         type(tensor) is Tensor
         and tensor.layout is torch.strided
@@ -105,7 +104,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def has_tangent(tensor: Tensor) -> bool:
-    """Whether forward-mode differentiation is under way and goes through the tensor."""
+    """Whether the tensor is a dual tensor of forward-mode differentiation."""
     if forward_ad._current_level < 0:
         return False
     tangent: Tensor | None = forward_ad.unpack_dual(tensor).tangent  # type: ignore[no-untyped-call]
@@ -114,7 +113,7 @@ def has_tangent(tensor: Tensor) -> bool:
 
 @dataclass(slots=True)
 class Part:
-    """A tensor that a sparse one consists of."""
+    """A tensor that is a part of a sparse one."""
 
     tensor: Tensor
 
@@ -128,7 +127,7 @@ class Sparse:
 
 @dataclass(slots=True)
 class Whole:
-    """A storage as a value of its own, as the bytes it holds."""
+    """A storage that is a value, as its bytes."""
 
     tensor: Tensor
 

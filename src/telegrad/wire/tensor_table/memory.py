@@ -1,16 +1,15 @@
-"""Memory for received tensors, used again and again.
+"""Reusable memory for received tensors.
 
-The first touch of a fresh page costs about ten times as much as writing to it: a 64 MB tensor read
-into new memory spends most of its time in page faults. So buffers for large tensors come from a
-pool of mappings. A buffer is an ordinary writable buffer object that a tensor is built on; when the
-last tensor on it dies, its memory is back in the pool, on whichever thread that happens.
+Touching a fresh page costs about ten times as much as writing to it: a read of a 64 MB tensor into
+new memory spends most of its time in page faults. So buffers for large tensors come from a pool of
+mappings. A buffer is an ordinary writable buffer object under a tensor; when the last tensor on it
+dies, on any thread, its memory returns to the pool. That may happen inside the garbage collector,
+so it takes no lock: it appends to a deque.
 
-Giving back runs inside the garbage collector, so it takes no lock: it appends to a deque.
-
-A forked process gives none of its parent's buffers back: shared memory would be used again under
-its parent's tensors. Memory that is shared with another process would also stay shared with the
-child, so the child moves what tensors stand on into private memory, before anything else runs in
-it. Its parent waits for that: until then the memory must neither change nor be given back.
+A forked process returns none of its parent's buffers: shared memory would be reused under its
+parent's tensors. Memory that is shared with another process would also be shared with the child, so
+the child first copies what lies under its tensors into private memory. Its parent waits for that,
+because until then the memory must neither change nor be returned.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ _HUGE = 1 << 21
 
 
 class _Loan(weakref.ref[Any]):
-    """A weak reference that keeps what must be done at the death of its object."""
+    """A weak reference with what must be done when its object dies."""
 
     __slots__ = ("is_shared", "returned")
     is_shared: bool
     returned: Callable[[], object]
 
 
-# A weak reference must itself be alive to be called. By id: one to an unhashable cannot be hashed.
+# A weak reference calls back only while it lives. By id: one to an unhashable cannot be hashed.
 _loans: dict[int, _Loan] = {}
 
 
@@ -58,14 +57,14 @@ def lend(
     *,
     is_shared: bool = False,
 ) -> ctypes.Array[ctypes.c_ubyte]:
-    """A writable buffer over part of a mapping; `returned()` is called when nobody holds it.
+    """A writable buffer over part of a mapping; `returned()` is called when it is unused.
 
-    `returned` runs in whatever thread drops the last reference, maybe in the garbage collector: it
-    must not block, take a lock or raise.
+    `returned` runs in the thread that drops the last reference, possibly in the garbage collector:
+    it must not block, take a lock or raise.
 
     Args:
         offset: where the buffer begins: at a page, if it is shared.
-        is_shared: another process has the memory too; a forked one gets a copy of its own.
+        is_shared: another process has the memory, too; a forked process gets a copy of its own.
     """
     array = (ctypes.c_ubyte * length).from_buffer(mapping, offset)
     loan = _Loan(array, _end_of_loan)
@@ -76,11 +75,11 @@ def lend(
 
 
 class _Fork:
-    """A fork that is under way: what tensors stand on, and a pipe by which the child reports that
-    it has copied what is shared of it."""
+    """A fork in progress: the memory under tensors, and a pipe by which the child reports that it
+    has copied the shared part."""
 
     def __init__(self) -> None:
-        self.lent: list[Any] = []  # what other threads keep dies in the child at once
+        self.lent: list[Any] = []  # the child has no other threads, which may hold them
         self.shared: list[Any] = []
         for loan in list(_loans.values()):
             array = loan()
@@ -94,10 +93,10 @@ class _Fork:
                 _never_given_back.append(self.shared)
 
 
-_PATIENCE = 10_000  # ms: copying is a matter of milliseconds, unless the child is being debugged
+_PATIENCE = 10_000  # ms; copying takes a few, unless the child is being debugged
 _forks = threading.local()
 _never_given_back: list[Any] = []
-"""What a child may not have copied yet."""
+"""Memory that a child may not have copied yet."""
 
 
 def _before_fork() -> None:
@@ -111,7 +110,7 @@ def _after_fork_in_parent() -> None:
     reading, writing = fork.pipe
     os.close(writing)
     try:
-        # Ends by the child's report, by its death, or when its time is up.
+        # Ends with the child's report, its death, or the timeout.
         poller = select.poll()
         poller.register(reading, select.POLLIN)
         if not poller.poll(_PATIENCE):
@@ -134,7 +133,7 @@ def _after_fork_in_child() -> None:
 
 
 def _make_private(address: int, size: int) -> None:
-    """Puts a private copy in the place of shared pages. This process has one thread."""
+    """Replaces shared pages by a private copy. This process has one thread."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = libc.mremap.restype = ctypes.c_void_p
     size = -(-size // _PAGE) * _PAGE
@@ -145,7 +144,7 @@ def _make_private(address: int, size: int) -> None:
         length, place = ctypes.c_size_t(size), ctypes.c_void_p(address)
         if libc.mremap(ctypes.c_void_p(copy), length, length, _MREMAP_FIXED, place) != _MAP_FAILED:
             return
-    # The child must not go on with memory that its parent and another process write to.
+    # The child must not use memory to which its parent and another process write.
     os.write(2, b"telegrad: no memory for a forked process's copies of received tensors\n")
     os._exit(1)
 
@@ -155,7 +154,7 @@ _MREMAP_FIXED = 3  # MREMAP_MAYMOVE | MREMAP_FIXED
 
 
 def _nothing() -> None:
-    """What is done at the end of a parent's loan."""
+    """Replaces `returned` of the parent's loans in the child."""
 
 
 os.register_at_fork(
@@ -166,7 +165,7 @@ os.register_at_fork(
 
 
 def size_class(length: int) -> int:
-    """The mapping size used for a buffer: at most a quarter larger, so that sizes meet again."""
+    """The size of the mapping for a buffer: up to a quarter larger, so that buffers are reused."""
     step = max(_PAGE, 1 << max(0, length.bit_length() - 3))
     return -(-length // step) * step
 
@@ -175,9 +174,9 @@ def _fresh(size: int) -> mmap.mmap:
     mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if size >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
         try:
-            mapping.madvise(mmap.MADV_HUGEPAGE)  # one fault in 512 pages, where the kernel allows
+            mapping.madvise(mmap.MADV_HUGEPAGE)  # one fault for 512 pages
         except OSError:
-            pass  # a kernel without huge pages: slower, not wrong
+            pass  # a kernel without huge pages: it is only slower
     return mapping
 
 
@@ -193,7 +192,7 @@ class BufferPool:
         self._max_idle = max_idle
         self._max_age = max_age
         self._free: dict[int, collections.deque[tuple[mmap.mmap, float]]] = {}
-        self._free_lock = threading.RLock()  # guards the dict and trimming, never taken on return
+        self._free_lock = threading.RLock()  # guards the dict and trimming, not the returning
 
     def take(self, length: int) -> ctypes.Array[ctypes.c_ubyte]:
         """A buffer of `length` > 0 bytes with arbitrary content."""
@@ -213,7 +212,7 @@ class BufferPool:
             return sum(size * len(free) for size, free in self._free.items())
 
     def trim(self, now: float) -> None:
-        """Frees what has not been used for a while, and what is over the limit."""
+        """Frees memory that has been unused for a while or is over the limit."""
         with self._free_lock:
             idle = sum(size * len(free) for size, free in self._free.items())
             for size, free in sorted(self._free.items(), reverse=True):
@@ -221,5 +220,5 @@ class BufferPool:
                     try:
                         free.popleft()
                     except IndexError:
-                        break  # a reader took it meanwhile
+                        break  # a reader has taken it meanwhile
                     idle -= size

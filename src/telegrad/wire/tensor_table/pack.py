@@ -1,4 +1,4 @@
-"""Writing the tensor table: from a list of tensors to records, spans and buffers."""
+"""Writing the tensor table: a list of tensors becomes records, spans and buffers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from telegrad.wire.tensor_table.aliases import Relations, relate
+from telegrad.wire.tensor_table.aliases import (
+    Region,
+    Relations,
+    bytes_spanned,
+    memory_at,
+    relate,
+    shared_spans,
+)
 from telegrad.wire.tensor_table.layout import (
     ALIGNED,
     COALESCED,
@@ -44,18 +51,17 @@ from telegrad.wire.tensor_table.layout import (
     keeps_grad,
 )
 from telegrad.wire.tensor_table.small import bytes_at
-from telegrad.wire.tensor_table.spans import Region, bytes_spanned, memory_at, shared_spans
 
 __all__ = ["Table", "pack"]
 
 _PADDING: Final = tuple(bytes(n) for n in range(16))
 _UNRELATED: Final = Relations()
-_TOLERATED_HOLES: Final = 4096  # bytes: below that a view keeps its strides
+_TOLERATED_HOLES: Final = 4096  # bytes: with smaller holes a view keeps its strides
 
 
 @dataclass(slots=True)
 class Table:
-    """A packed table: what goes before the pickle stream, and what goes beside it."""
+    """A packed table: the part in front of the pickle stream, and the buffers beside it."""
 
     pieces: list[bytes]
     buffers: list[memoryview]
@@ -66,11 +72,11 @@ def pack(entries: Sequence[Entry], originals: dict[int, Tensor], *, apart: bool 
     """Describe `entries`, in the order in which the pickle stream asks for them.
 
     Args:
-        entries: what the stream refers to. Plain tensors are strided, on the CPU and of a known
-            dtype; whoever makes the list sees to that.
-        originals: by the id of an entry's tensor, the tensor that it stands for, where that is
-            another one (of a subclass, say): that one's history counts.
-        apart: those that share memory become separate ones.
+        entries: what the stream refers to. Its plain tensors must be strided, on the CPU and of a
+            known dtype.
+        originals: by the id of an entry's tensor, the tensor that it stands for, if that is another
+            one (of a subclass, say): its history counts.
+        apart: tensors that share memory become separate ones.
     """
     return _Packer(originals).pack(entries, apart)
 
@@ -87,7 +93,7 @@ class _Packer:
         self.tensors: list[Tensor] = []
 
     def pack(self, entries: Sequence[Entry], apart: bool) -> Table:
-        # First all regions, for which of them overlap is known only then.
+        # All regions first: only then is known which of them overlap.
         regions: list[Region] = []
         layouts: list[tuple[bool, int, int]] = []  # contiguous, address, size
         for index, entry in enumerate(entries):
@@ -133,7 +139,7 @@ class _Packer:
             elif isinstance(entry, PickleBuffer):
                 records.append(self._raw(entry))
                 continue
-            else:  # a Tensor of a subclass: the pickler never lets one through
+            else:  # a tensor of a subclass: the pickler reduces it
                 raise TypeError(f"not an entry of the table: {type(entry).__name__}")
 
             if kind == STRIDED:

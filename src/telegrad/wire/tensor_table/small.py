@@ -1,25 +1,23 @@
-"""Small tensors, the short way.
+"""The short cut for small tensors.
 
-Most messages of a training step hold one or two small tensors and little else. What counts there is
-not bytes but steps, so these have a table of their own, which can say less and is written and read
-in one loop::
+Most messages of a training step hold one or two small tensors and little else. Their cost is in
+steps, not in bytes, so they have a table of their own, which is written and read in one loop::
 
     head     count, length of the records, length of the data
     records  for each tensor: number of dimensions, dtype, whether it requires grad, sizes
     data     the tensors' bytes, each padded to 16
 
-It has room for dense CPU tensors that share no memory. Whatever else is in a message makes it use
-the table of `tensors`; so does a tensor that is better sent from where it is.
+It holds dense CPU tensors of less than 16 KiB that share no memory. A message with any other tensor
+uses the table of `layout`.
 """
 
 from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Sequence
 from math import prod
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -52,7 +50,7 @@ _DAMAGES: Final = (
     OverflowError,
 )
 _LIKE: Final = tuple(getattr(np, name, None) and np.dtype(name) for name in DTYPE_NAMES)
-"""Numpy's names of what it has too."""
+"""The dtypes that numpy has, too."""
 _strided = torch.strided
 _ndarray = np.ndarray
 _from_numpy = torch.from_numpy
@@ -62,46 +60,32 @@ _bytes_from = ctypes.pythonapi.PyBytes_FromStringAndSize
 bytes_at = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t)(
     ctypes.cast(_bytes_from, ctypes.c_void_p).value or 0
 )
-"""A copy of so many bytes at an address. `ctypes.string_at`, without what that adds."""
-
-
-_Reader: TypeAlias = Callable[[int], "ctypes.Array[ctypes.c_char]"]
-"""Some bytes of memory, at an address. It takes a third of the time that `bytes_at` does."""
-
-# A reader takes 20 µs to make, and some memory, and programs may send tensors of ever new lengths:
-# there is one for each small number of bytes, and none for others.
-_MOST_READ: Final = 1024
-
-
-@cache
-def _reader(size: int) -> _Reader:
-    return (ctypes.c_char * size).from_address
+"""`ctypes.string_at`, but faster: a copy of so many bytes at an address."""
 
 
 class _Description(NamedTuple):
-    """How a tensor of some type and shape lies in a table."""
+    """How a tensor of some dtype and shape lies in a table."""
 
-    read: _Reader | None
     size: int
     padding: bytes
     keeps_grad: bool
     record: bytes
     alone: bytes
-    """A table of one such tensor and nothing else, up to the data."""
+    """The table of one such tensor, up to the data."""
 
 
 class _Layout(NamedTuple):
-    """What records say."""
+    """What the records of a table say."""
 
     tensors: Sequence[tuple[Any, torch.dtype, tuple[int, ...], int, int]]
-    """Of each: numpy's type, if it is to be made by way of numpy, its own, its sizes, how many
-    numbers these are, and where its data begins."""
+    """For each: the dtype of numpy if numpy makes it, the dtype, the sizes, the number of elements,
+    and where its data begins."""
     need_grad: Sequence[int]
     held: int
-    """How many bytes of data they have."""
+    """How many bytes their data takes."""
 
 
-# A training loop sends tensors of the same few shapes again and again.
+# A training loop sends tensors of the same few shapes.
 _descriptions: dict[tuple[torch.dtype, torch.Size, bool], _Description] = {}
 _layouts: dict[bytes, _Layout] = {}
 
@@ -112,16 +96,16 @@ def pack_small(
     """The table of `tensors`, and those of them that require grad; None if they do not fit.
 
     Args:
-        may_overlap: those that share memory, also with themselves, may become separate ones.
+        may_overlap: tensors that share memory, or whose elements do, may become separate ones.
     """
-    if forward_ad._current_level >= 0:  # there may be dual tensors, which have to be refused
+    if forward_ad._current_level >= 0:  # there may be dual tensors, which must be refused
         return None
     count = len(tensors)
     if count == 1:
         found = _look_at(tensors[0], may_overlap)
         if found is None:
             return None
-        (_, _, padding, keeps_grad, _, alone), data, _ = found
+        (_, padding, keeps_grad, _, alone), data, _ = found
         return alone + data + padding, [*tensors] if keeps_grad else []  # type: ignore[list-item]
     if count > _MOST:
         return None
@@ -133,7 +117,7 @@ def pack_small(
         found = _look_at(tensor, may_overlap)
         if found is None:
             return None
-        (_, size, padding, keeps_grad, record, _), data, address = found
+        (size, padding, keeps_grad, record, _), data, address = found
         if keeps_grad:
             grads.append(tensor)
         records.append(record)
@@ -169,27 +153,24 @@ def _look_at(tensor: object, may_overlap: bool) -> tuple[_Description, bytes, in
         if any(tensor.stride()):
             tensor = tensor.contiguous()
         else:
-            is_one_number = True  # expanded, as the gradient of a sum is
+            is_one_number = True  # expanded, like the gradient of a sum
     if tensor.__dict__:
         return None
     try:
         address = tensor.data_ptr()
-    except RuntimeError:  # inside of a transform of torch.func, say: the long way tells of it
+    except RuntimeError:  # inside a transform of torch.func, say: `pack` reports it
         return None
     if not address or tensor.is_neg() or tensor.is_conj():
         return None
-    read, size = description[:2]
     if is_one_number:
-        data = _reader(tensor.dtype.itemsize)(address).raw * tensor.numel()
-    elif read is not None:
-        data = read(address).raw
+        data = bytes_at(address, tensor.dtype.itemsize) * tensor.numel()
     else:
-        data = bytes_at(address, size)
+        data = bytes_at(address, description.size)
     return description, data, address
 
 
 def _describe(key: tuple[torch.dtype, torch.Size, bool]) -> _Description | None:
-    """None for what there is no room for in a table."""
+    """How such a tensor lies in a table; None if it does not fit."""
     dtype, shape, keeps_grad = key
     size = dtype.itemsize * prod(shape)
     code = CODES.get(dtype)
@@ -198,8 +179,7 @@ def _describe(key: tuple[torch.dtype, torch.Size, bool]) -> _Description | None:
     padding = bytes(-size & ALIGNED)
     record = _RECORDS[len(shape)].pack(len(shape), code, keeps_grad, *shape)
     alone = _HEAD.pack(1, len(record), size + len(padding)) + record
-    read = _reader(size) if size <= _MOST_READ else None
-    description = _Description(read, size, padding, keeps_grad, record, alone)
+    description = _Description(size, padding, keeps_grad, record, alone)
     _remember(_descriptions, key, description)
     return description
 
@@ -224,11 +204,11 @@ def unpack_small(payload: memoryview, position: int) -> tuple[list[Any], Sequenc
     """Reads a table.
 
     Returns:
-        The tensors, the numbers of those that required grad on the sender, which they do not yet,
-        and where the table ends.
+        The tensors, the numbers of those that required grad on the sender (they do not require it
+        yet), and where the table ends.
 
     Raises:
-        ProtocolError: it is damaged.
+        ProtocolError: the table is damaged.
     """
     tensors: list[Any] = []
     try:
@@ -240,7 +220,7 @@ def unpack_small(payload: memoryview, position: int) -> tuple[list[Any], Sequenc
         layout = _layouts.get(records) or _layout_of(records)
         if end > len(payload) or len(layout.tensors) != count or layout.held != held:
             raise ProtocolError("damaged tensor table: its lengths are wrong")
-        # One copy out of the payload; the tensors share and own it.
+        # One copy; the tensors share and own it.
         data = bytearray(payload[start:end])
         for like, dtype, shape, numel, offset in layout.tensors:
             if like is not None:
@@ -272,7 +252,7 @@ def _layout_of(records: bytes) -> _Layout:
                 raise ProtocolError(f"damaged tensor table: {dtype} has no gradients")
             need_grad.append(len(tensors))
         numel = prod(shape)
-        # With one dimension it takes a bit longer by way of numpy, with others half as long.
+        # Numpy is slower for one dimension, and twice as fast for others.
         like = None if ndim == 1 else _LIKE[code]
         tensors.append((like, dtype, tuple(shape), numel, held))
         size = dtype.itemsize * numel

@@ -1,4 +1,4 @@
-"""Reading the tensor table: from bytes that nobody vouches for to tensors over received memory."""
+"""Reading the tensor table: untrusted bytes become tensors over received memory."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from telegrad.wire.tensor_table.layout import (
 __all__ = ["Attach", "end_of_table", "give_grad", "unpack"]
 
 Attach = Callable[[list[Tensor]], Sequence[Tensor]]
-"""Is given tensors that required grad on the sender, and returns those that stand for them here."""
+"""Gets the tensors that required grad on the sender, and returns those that take their places."""
 
 _LARGEST: Final = 2**62
 _DAMAGES: Final = (
@@ -67,12 +67,12 @@ class _Source:
     offset: int
     size: int
     whole: Tensor | None = None
-    """All its bytes: what has the memory and the version counter of all tensors on it."""
+    """All its bytes, with the version counter that all tensors on it share."""
 
     def raw(self) -> Any:
         if self.size == 0:
             return bytearray()
-        # By numpy, because a memoryview casts and slices only the simplest kinds of buffers.
+        # By numpy, because a memoryview casts and slices only simple buffers.
         return np.frombuffer(self.memory, dtype=np.uint8, count=self.size, offset=self.offset)
 
     def bytes_shared(self) -> Tensor:
@@ -118,7 +118,7 @@ def unpack(
 
 
 def end_of_table(payload: memoryview) -> int:
-    """Where the stream begins behind a table that is not read."""
+    """Where the stream behind a table begins, without reading the table."""
     _, _, _, span_count, record_count, inlined = HEADER.unpack_from(payload)
     position: int = HEADER.size + 8 * span_count + inlined
     for _ in range(record_count):
@@ -128,7 +128,7 @@ def end_of_table(payload: memoryview) -> int:
 
 
 def give_grad(values: list[Any], need_grad: Sequence[int], attach: Attach | None) -> None:
-    """Has the values of these numbers require grad, as they did on the sender."""
+    """Makes the values of these numbers require grad, as they did on the sender."""
     if attach is None:
         for index in need_grad:
             values[index].requires_grad_()
@@ -141,8 +141,8 @@ def give_grad(values: list[Any], need_grad: Sequence[int], attach: Attach | None
 def _read(
     payload: memoryview, buffers: Sequence[Any]
 ) -> tuple[list[Any], list[int], dict[int, _View], set[int], int]:
-    """What the records describe, views excepted; which of them need grad; the views; which are no
-    values; and where the records end."""
+    """What the records describe, without the views; which of them need grad; the views; which are
+    only parts of others; and where the records end."""
     magic, version, zero, span_count, record_count, inlined = HEADER.unpack_from(payload)
     if magic != MAGIC or version != VERSION or zero:
         raise ProtocolError("damaged tensor table: not a table of this protocol version")
@@ -179,8 +179,8 @@ def _read(
                     raise ProtocolError("damaged tensor table: a tensor is larger than its span")
                 value = _frombuffer(source.memory, dtype=dtype, count=count, offset=source.offset)
                 if ndim != 1:
-                    # In place and of the same number of elements, so that it is not a view. Two
-                    # negative sizes are refused by torch.
+                    # In place, so that it is not a view. The number of elements is the same; torch
+                    # refuses two negative sizes.
                     value.resize_(shape)
             elif flags & VIEW:
                 strides = _contiguous_strides(shape) if strides is None else strides
@@ -219,7 +219,7 @@ def _unpack_all(payload: memoryview, position: int, count: int) -> tuple[int, ..
 
 def _sources(sizes: tuple[int, ...], inline: memoryview, buffers: Sequence[Any]) -> list[_Source]:
     sources = []
-    # One copy out of the payload for all small spans; the tensors share and own it.
+    # One copy for all small spans; their tensors share and own it.
     riding = bytearray(inline)
     offset = 0
     taken = 0
@@ -252,7 +252,7 @@ def _strided(
     shape: tuple[int, ...],
     strides: tuple[int, ...] | None,
 ) -> Tensor:
-    """A tensor that is a view, has holes, shares its span, has no elements or a lazy bit set."""
+    """A tensor that has holes, shares its span, has no elements, or a lazy bit set."""
     count = math.prod(shape)
     if strides is None:
         strides = _contiguous_strides(shape)
@@ -268,7 +268,7 @@ def _strided(
         if flags & SHARED:
             with torch.no_grad():
                 typed = _flat(source.bytes_shared(), dtype)
-                # Detached, it is nobody's view, and still has their version counter.
+                # Detached, it is not a view, and keeps the version counter of the span.
                 value = typed.as_strided(shape, strides, offset // dtype.itemsize).detach()
         else:
             value = _frombuffer(
@@ -286,13 +286,13 @@ def _strided(
 
 
 def _flat(whole: Tensor, dtype: torch.dtype) -> Tensor:
-    """The whole elements of a type in so many bytes."""
+    """The bytes as elements of a type, as many as fit."""
     return whole[: len(whole) // dtype.itemsize * dtype.itemsize].view(dtype)
 
 
 @dataclass(slots=True)
 class _View:
-    """A view that is made once its root has its history."""
+    """A view, which is made after its root has got its history."""
 
     root: int  # number of its record
     dtype: torch.dtype
@@ -304,8 +304,8 @@ class _View:
     def of(self, root: Any, is_recorded: bool) -> Tensor:
         """
         Args:
-            is_recorded: what requires grad has a history, or is a view of a value. Otherwise it
-                becomes a leaf, with memory of its own.
+            is_recorded: tensors that require grad have a history, or are views of a value.
+                Otherwise the view becomes a leaf with memory of its own.
         """
         itemsize = self.dtype.itemsize
         last = sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True))
@@ -320,7 +320,7 @@ class _View:
         ):
             raise ProtocolError("damaged tensor table: a view lies outside of its span")
         has_grad = bool(self.flags & GRAD)
-        # Without gradients of its own, of a root that has some: as if made under `no_grad`.
+        # A view without gradients of a root that has some is as if made under `no_grad`.
         with torch.set_grad_enabled(has_grad or not root.requires_grad):
             if self.dtype is not root.dtype:
                 root = _as_type(root, self.dtype)
@@ -335,7 +335,7 @@ class _View:
 
 
 def _as_type(root: Tensor, dtype: torch.dtype) -> Tensor:
-    """A view of a root as elements of another type, as many as there are whole ones."""
+    """A view of a root as elements of another type, as many as fit."""
     flat = root.as_strided((root.numel(),), (1,))
     if root.is_complex() and dtype is root.dtype.to_real():
         return torch.view_as_real(flat).flatten()
@@ -378,7 +378,7 @@ def _sparse(
     parts = built[first : first + (2 if kind == COO else 3)]
     if not all(isinstance(part, Tensor) for part in parts):
         raise ProtocolError("damaged tensor table: a sparse tensor of something else")
-    # Indices out of range are out-of-bounds memory later on: have torch check them here.
+    # Indices out of range would access memory out of bounds later: torch checks them here.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "support is in beta state", said once a process
         if kind == COO:

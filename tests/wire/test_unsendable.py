@@ -9,7 +9,7 @@ import pickle
 import cloudpickle
 import pytest
 
-from telegrad.wire.salvage import arguments_in
+from telegrad.wire.unsendable import arguments_in
 
 
 def wanted(*args):
