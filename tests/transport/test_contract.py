@@ -9,9 +9,10 @@ import pytest
 from certificates import Authority
 from telegrad.testing.transport_contract import TransportContract
 from telegrad.transport.inproc import InprocTransport
+from telegrad.transport.same_host import mailbox
 from telegrad.transport.same_host.shm import SharedMemory
 from telegrad.transport.sockets import TcpTransport, UnixTransport
-from telegrad.wire.frames import Limits
+from telegrad.wire.frames import Kind, Limits
 from telegrad.wire.tensor_table.memory import BufferPool
 
 
@@ -38,11 +39,23 @@ class TestUnixWithSharedMemory(TestUnix):
             end.share_memory(memory)
 
 
-class TestUnixSpinning(TestUnixWithSharedMemory):
+@pytest.mark.skipif(not mailbox.is_available(), reason="there are no mailboxes on this processor")
+class TestUnixWithMailbox(TestUnixWithSharedMemory):
     busy_wait = 1e-3
 
     def make_transport(self):
         return UnixTransport(BufferPool(), Limits(), busy_wait=self.busy_wait)
+
+    def prepare(self, connecting, accepting):
+        super().prepare(connecting, accepting)
+        connecting.open_mailbox()
+        connecting.send(Kind.PING)
+        assert accepting.receive().kind is Kind.PING
+        assert accepting._mailbox is not None
+
+
+class TestUnixWithMailboxWhereAllFallAsleep(TestUnixWithMailbox):
+    busy_wait = 1e-9
 
 
 class TestTcp(TransportContract):

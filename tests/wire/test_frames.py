@@ -63,6 +63,8 @@ def test_the_numbers_of_the_kinds_are_pinned():
         "PING": 1,
         "PONG": 2,
         "GOODBYE": 3,
+        "MAILBOX": 4,
+        "WAKE": 5,
         "DECLINED": 6,
         "CALL": 10,
         "REMOTE": 11,
@@ -260,5 +262,5 @@ def test_a_message_may_ride_in_front_of_a_body():
 
 @pytest.mark.parametrize("body", [b"", b"\x2e\x09", b"\x2e\xff\x00\x00\x00x", b"\x00" * 9])
 def test_a_rider_that_is_none_is_an_error(body):
-    with pytest.raises(ProtocolError, match="rider"):
+    with pytest.raises(ProtocolError, match="rides with"):
         split_rider(body)

@@ -116,6 +116,7 @@ class _MeteredConnection(WrappedConnection):
         self._meter = traffic.begin()
         # What is called often and not counted, without a step in between.
         self.poll = connection.poll  # type: ignore[method-assign]
+        self.has_more = connection.has_more  # type: ignore[method-assign]
         self.set_timeout = connection.set_timeout  # type: ignore[method-assign]
 
     def send(

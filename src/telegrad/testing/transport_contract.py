@@ -126,7 +126,8 @@ class TransportContract:
 
     def test_every_field_of_a_header_arrives(self) -> None:
         largest = (1 << 63) - 1
-        cases = [(kind, 0, 0, -1, -1) for kind in Kind] + [
+        own = (Kind.MAILBOX, Kind.WAKE)  # of a connection itself: nobody else sends or gets them
+        cases = [(kind, 0, 0, -1, -1) for kind in Kind if kind not in own] + [
             (Kind.CALL, 255, largest, largest, largest),
             (Kind.REPLY, 1, -largest - 1, -largest - 1, -largest - 1),
             (Kind.ERROR, 3, 7, 8, 9),
@@ -273,14 +274,12 @@ class TransportContract:
     def test_poll_tells_whether_a_message_waits(self) -> None:
         with self.ends() as (a, b):
             assert not b.poll()
-            assert not b.poll(patiently=True)
             a.send(Kind.PING, call_id=1)
             a.send(Kind.PING, call_id=2)
             b.set_timeout(PATIENCE)
             for number in (1, 2):
                 assert b.receive().call_id == number
                 assert b.poll() or number == 2 or _comes(b)
-                assert b.poll(patiently=True) == (number == 1)
             assert not b.poll()
             assert not a.poll()
 

@@ -1,19 +1,20 @@
-"""The network seam: what the rest of telegrad knows about a network.
+"""The network seam: all that the rest of telegrad knows of a network.
 
 A `Transport` listens at and connects to addresses such as `unix:@name`, `tcp:10.0.0.1:4000`,
 `tls:10.0.0.1:4000` or `inproc:name`. A `Connection` carries whole messages in order; one thread
 sends and one thread receives at a time. Every implementation passes the contract suite in
 `telegrad.testing.transport_contract`.
 
-How a wait ends: `receive` returns a frame, or raises `TransportTimeout` at the time that
-`set_timeout` has set, or `ConnectionClosed` when either end closes or the peer dies. `interrupt`
-ends a wait in another thread with `ConnectionClosed`. `accept` ends when the listener is closed.
+What ends a wait: `receive` ends in a frame, in `TransportTimeout` once `set_timeout` seconds have
+passed, or it has got too late for the rest of a message, or in `ConnectionClosed` when either end
+closes or the peer dies. `interrupt` makes a wait in another thread end in `ConnectionClosed` at
+once. `accept` ends when the listener is closed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from telegrad.wire.frames import Frame, Kind, Loan
 
@@ -30,19 +31,19 @@ __all__ = [
 
 
 class ConnectionClosed(Exception):
-    """The connection has ended. The agent turns it into a `WorkerLost`."""
+    """The connection has ended. Never leaves the agent: it becomes a `WorkerLost` there."""
 
 
 class TransportTimeout(Exception):
-    """Nothing came within the set time. The agent turns it into an `RpcTimeout`."""
+    """Nothing came within the set time. Never leaves the agent: it becomes an `RpcTimeout`."""
 
 
 class Placed(NamedTuple):
     """Where a buffer lies in shared memory.
 
     Attributes:
-        is_handed_back: the segment belongs to the peer; otherwise it is ours, and lent.
-        descriptor: to pass with the message, or -1.
+        is_handed_back: the segment is the peer's; else it is one's own, and lent.
+        descriptor: to be passed with the message, or -1.
     """
 
     segment: int
@@ -51,7 +52,7 @@ class Placed(NamedTuple):
 
 
 def aligned(offset: int) -> int:
-    """The next offset at which a buffer may begin in shared memory."""
+    """Where the next of several buffers begins that lie in one piece of shared memory."""
     return -(-offset // 64) * 64
 
 
@@ -59,40 +60,41 @@ class MemorySharing(Protocol):
     """Memory shared with one peer process: large buffers go through it, not through the socket."""
 
     def lend(self, *data: memoryview) -> Placed | None:
-        """Copies buffers into one segment, each at the next `aligned` offset. None means that they
-        must go through the socket."""
+        """Copies buffers into one segment, each to the next `aligned` place, or says None: send
+        them."""
 
     def abandon(self, segments: Sequence[int]) -> None:
-        """Gives up segments that were lent for a message that was not sent completely."""
+        """The message that these were lent for has not left whole: they are not used again."""
 
     def in_flight(self, segments: Sequence[int]) -> list[int]:
-        """Which of these have been handed back and not been received yet."""
+        """Which of these have been handed back and not yet been received."""
 
     def mislay(self, segments: Sequence[int]) -> None:
-        """Records that the message that handed these segments back may be lost."""
+        """The peer may never get the message that these were handed back with."""
 
     def take_back(self, segment: int) -> memoryview:
-        """A segment of our own that the peer has handed back."""
+        """One's own segment, which the peer has handed back."""
 
     def learn(self, segment: int, descriptor: int) -> None:
-        """Maps a segment that the peer has announced.
+        """The peer has announced a segment of its own.
 
         Raises:
-            OSError: the system has no memory or descriptor for it.
+            OSError: there is no memory or descriptor for it.
         """
 
     def decline(self, segment: int) -> None:
-        """Records that a segment of the peer could not be mapped."""
+        """The peer has announced a segment that cannot be taken."""
 
     def borrow(self, segment: int) -> tuple[memoryview, Loan]:
-        """A segment of the peer, and the loan of it. The last view returns it, unless the loan is
-        held."""
+        """The peer's segment, and the loan of it. When nobody has a view of it any more it is given
+        back, unless somebody holds the loan."""
 
 
 class Connection(Protocol):
     @property
     def reads(self) -> int:
-        """How often data has arrived: it grows while a long message arrives, too."""
+        """Grows whenever something has been read: a peer that is in the middle of a long message
+        is alive."""
 
     def send(
         self,
@@ -104,18 +106,28 @@ class Connection(Protocol):
         body: Sequence[bytes | memoryview] = (),
         buffers: Sequence[memoryview] = (),
     ) -> None:
-        """Sends one message, straight from the buffers' memory, which may change afterwards."""
+        """Sends one message, straight from the buffers' memory; returns when it has been handed
+        over, so that the memory may change afterwards."""
 
-    def send_without_waiting(self, *message: Any) -> None:
-        """Sends as much of a message as the peer takes at once; the arguments are those of `send`.
+    def send_without_waiting(
+        self,
+        kind: Kind,
+        flags: int = 0,
+        call_id: int = 0,
+        context_id: int = -1,
+        message_id: int = -1,
+        body: Sequence[bytes | memoryview] = (),
+        buffers: Sequence[memoryview] = (),
+    ) -> None:
+        """Sends as much of a message as the peer takes at once. If `has_rest` is true afterwards,
+        `send_rest` must be called before anything else is sent; the memory must stay until then.
 
-        If `has_rest` is true afterwards, call `send_rest` before sending anything else, and keep
-        the memory unchanged until then. After an exception (Ctrl-C, say) the stream is intact:
-        either no part of the message was sent, or the rest of it is left for `send_rest`."""
+        An exception, Ctrl-C among them, leaves the stream whole: either nothing of the message has
+        been sent, or the rest of it stays for `send_rest`."""
 
     @property
     def messages_begun(self) -> int:
-        """How many messages `send_without_waiting` has sent, completely or in part."""
+        """How many messages `send_without_waiting` has sent, whole or in part."""
 
     @property
     def has_rest(self) -> bool:
@@ -126,7 +138,7 @@ class Connection(Protocol):
 
     @property
     def peer_process(self) -> int:
-        """The id of the process at the other end if it is known and on this host; else 0."""
+        """The id of the process at the other end, if it runs on this host and is known; else 0."""
 
     def receive(self) -> Frame:
         """The next message."""
@@ -138,40 +150,44 @@ class Connection(Protocol):
         """Exactly `length` bytes of a handshake."""
 
     def channel_binding(self) -> bytes:
-        """Bytes that only the two ends of this connection share. Empty for connections within a
-        process or a host, and without encryption.
+        """Bytes that the two ends of this connection have in common, and no other connection has;
+        empty where nobody can stand in between, or where encryption was switched off.
 
         Raises:
             AuthenticationError: the other end is a process of another user.
         """
 
-    def poll(self, *, patiently: bool = False) -> bool:
-        """Whether a message, or its beginning, is there.
+    def poll(self) -> bool:
+        """Whether `receive` would not wait."""
 
-        Args:
-            patiently: wait a moment for one.
-        """
+    def has_more(self) -> bool:
+        """Looks a moment whether something comes; True if `receive` has begun to get it."""
 
     def fileno(self) -> int:
-        """A descriptor that becomes readable when data arrives; -1 if there is none."""
+        """A descriptor that becomes readable when something comes; -1 if there is none."""
 
     def set_timeout(self, seconds: float | None, until: float | None = None) -> None:
-        """Sets how long `send` and `receive` wait for the peer; None means forever.
+        """How long `send` and `receive` wait for the peer; None is for ever.
 
         Args:
-            until: a time of `time.monotonic` at which a message that is still arriving or leaving
-                is given up; by default it may take any time while it makes progress.
+            until: a time of `time.monotonic`. What keeps going or coming, slowly, is waited for
+                until then; without it, to its end.
         """
 
     def share_memory(self, memory: MemorySharing) -> None:
-        """Offers shared memory for large buffers; transports that cannot use it ignore it."""
+        """Offers shared memory for large buffers; a transport that cannot use it ignores it."""
+
+    def open_mailbox(self) -> None:
+        """Takes a shorter way for small messages, if there is one; only of use between two ends
+        that wait for each other's messages in turn, and for that which has connected. Memory has
+        to be shared before."""
 
     def interrupt(self) -> None:
         """Ends the connection and every wait on it, from any thread."""
 
     def close(self) -> None:
-        """Frees the descriptor. Only for the thread that uses the connection, or for any thread
-        once it is unused."""
+        """Frees the descriptor. Only the thread that uses the connection may call it, or any
+        thread once nobody uses it."""
 
 
 class Listener(Protocol):
@@ -180,7 +196,7 @@ class Listener(Protocol):
         """Where others can connect."""
 
     def accept(self) -> Connection:
-        """The next connection, which has not authenticated itself yet."""
+        """The next connection, not yet proved to be a friend's."""
 
     def close(self) -> None: ...
 

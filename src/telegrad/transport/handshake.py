@@ -1,4 +1,4 @@
-"""The handshake: both ends prove that they know the cluster's secret before a frame is read.
+"""Both ends of a connection prove that they know the cluster's secret before a frame is read.
 
 ::
 
@@ -8,16 +8,17 @@
     server → client   server's proof
 
 A proof is an HMAC-SHA256 under the group's key over the role, both nonces, the identity and the
-channel binding: bytes that only the two ends of one encrypted connection share. So a proof cannot
-be replayed, reflected, used under another worker's name, or relayed: a relay has one connection to
-each end, and their bindings differ. All messages have a fixed size and hold plain integers: what a
-stranger sends is parsed in this file only, and never unpickled.
+channel binding: bytes that only the two ends of one encrypted connection have in common. So a proof
+cannot be replayed, reflected, moved to another worker's name, or relayed: a relay has a connection
+of its own to each end, and these have different bindings. All messages have a fixed size and hold
+plain integers: nothing that a stranger sends is parsed beyond this file, let alone unpickled.
 
-The server proves itself only after the client has, so a stranger who connects receives nothing that
-depends on the secret. A client does prove itself to any listener. If that is an impostor, it can
-try secrets offline; `derive_key` makes each try expensive unless the secret is a random one.
+The server proves nothing to a client that has not proved itself, so a stranger who connects gets
+nothing that depends on the secret. A client does prove itself to whoever listens at an address. It
+can be an impostor, who may then try secrets offline; `derive_key` makes each try expensive where
+the secret could be one that a person thought up.
 
-The server answers only clients that ask for its own incarnation. So the last message also proves
+The server answers only a client that looks for its own incarnation. So the last message also proves
 that the worker at this address is still the one that was published there.
 """
 
@@ -43,26 +44,26 @@ _NONCE = 16
 _PROOF = 32
 _HELLO = struct.Struct(f"<4sH{_NONCE}s")
 _IDENTITY = struct.Struct("<IIB16s16s")
-_GENERATED = re.compile(rb"[0-9a-fA-F]{64,}")  # at least 256 random bits: cannot be guessed
+_GENERATED = re.compile(rb"[0-9a-fA-F]{64,}")  # at least 256 random bits: nobody guesses these
 _SCRYPT_COST = 1 << 15  # 32 MiB and about a tenth of a second for each guess
 
 
 class Purpose(IntEnum):
-    """What a connection is used for."""
+    """What a connection will be used for."""
 
     LANE = 1
     """Calls one after another: the caller reads its own replies."""
     MULTIPLEX = 2
     """Many calls at once, answered in any order."""
     PROBE = 3
-    """The handshake only, which shows that the worker is alive."""
+    """Nothing but the handshake: it shows that the worker is alive."""
     SECOND_MULTIPLEX = 4
-    """A multiplex opened by a destructor or signal handler that has interrupted the opening of
-    another one. Any other new multiplex means that the worker has lost the one before."""
+    """A multiplex opened by a destructor or a signal handler that interrupted the opening of one.
+    Any other multiplex that a worker opens means that it has lost the one before."""
 
 
 class Identity(NamedTuple):
-    """Who connects to whom. The incarnation tells a worker from earlier ones of the same name."""
+    """Who connects to whom. An incarnation tells a worker from one that had its name before."""
 
     worker_id: int
     target_id: int
@@ -73,8 +74,8 @@ class Identity(NamedTuple):
 
 @functools.lru_cache(maxsize=8)
 def derive_key(secret: bytes) -> bytes:
-    """The key for the proofs. Stretches the secret unless it was generated: 64 or more hexadecimal
-    digits."""
+    """The key that proofs are made with. Stretches a secret unless it is a generated one: 64 or
+    more hexadecimal digits."""
     if _GENERATED.fullmatch(secret):
         return hashlib.sha256(secret).digest()
     return hashlib.scrypt(
@@ -86,8 +87,8 @@ def introduce(connection: Connection, key: bytes, identity: Identity) -> None:
     """The client's side.
 
     Raises:
-        AuthenticationError: the server does not know the secret, or belongs to another user.
-        ProtocolError: it is not a telegrad worker, or has another protocol version.
+        AuthenticationError: the server does not know the secret, or is another user's.
+        ProtocolError: it is not a telegrad worker, or one of another protocol version.
         ConnectionClosed: the server has refused this client, or is not the worker that `identity`
             names.
     """
@@ -102,7 +103,7 @@ def introduce(connection: Connection, key: bytes, identity: Identity) -> None:
     except ConnectionClosed:
         raise ConnectionClosed(
             "the other end closed the connection without proving that it knows the cluster's "
-            "secret: it has ended, or its secret differs"
+            "secret: it has ended, or has another secret"
         ) from None
     if not hmac.compare_digest(proof, _prove(key, b"server", nonces, packed, binding)):
         raise AuthenticationError("the worker at this address does not know the cluster's secret")
@@ -112,9 +113,9 @@ def answer(connection: Connection, key: bytes, own_id: int, incarnation: bytes) 
     """The server's side: returns who has connected.
 
     Raises:
-        AuthenticationError: the client does not know the secret.
-        ProtocolError: the client does not speak this version of telegrad's protocol, or asks for
-            another worker than `own_id` in this `incarnation`.
+        AuthenticationError: a stranger.
+        ProtocolError: not telegrad's protocol, or another version of it, or a client that looks
+            for another worker than `own_id` in this `incarnation`.
     """
     theirs = _read_hello(connection)
     binding = connection.channel_binding()
@@ -127,11 +128,11 @@ def answer(connection: Connection, key: bytes, own_id: int, incarnation: bytes) 
         raise AuthenticationError("the other end does not know the cluster's secret")
     worker, target, purpose, its_incarnation, target_incarnation = _IDENTITY.unpack(packed)
     if target != own_id or target_incarnation != incarnation:
-        raise ProtocolError("the client asks for another worker")
+        raise ProtocolError("it looks for another worker")
     try:
         identity = Identity(worker, target, Purpose(purpose), its_incarnation, target_incarnation)
     except ValueError:
-        raise ProtocolError(f"the client's connection has an unknown purpose ({purpose})") from None
+        raise ProtocolError(f"a connection for an unknown purpose ({purpose})") from None
     connection.send_bytes(_prove(key, b"server", nonces, packed, binding))
     return identity
 
@@ -149,5 +150,5 @@ def _read_hello(connection: Connection) -> bytes:
 
 
 def _prove(key: bytes, role: bytes, nonces: bytes, identity: bytes, binding: bytes) -> bytes:
-    # All parts but the last have a fixed length, so different inputs give different bytes.
+    # All parts but the last have a fixed length, so no two inputs look the same.
     return hmac.digest(key, b"telegrad:" + role + nonces + identity + binding, "sha256")

@@ -1,7 +1,7 @@
-"""A transport without a network, between agents of one process: for tests.
+"""A real transport without a network: agents of one process, for tests.
 
-Messages are copied, so the two ends share nothing that a socket would not share. Addresses are
-`inproc:<number>`; a listener is found by its address while it is open.
+Messages are copied on their way, so nothing is shared by accident that a socket would not share.
+Addresses are `inproc:<number>`; a listener is found by its address while it is open.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ class InprocConnection:
         self._put(frame)
 
     def send_without_waiting(self, *message: Any) -> None:
-        self.send(*message)  # a queue takes all of it at once
+        self.send(*message)  # a queue takes everything at once
         self.messages_begun += 1
 
     has_rest = False
-    peer_process = 0  # unknown, because it is this process
+    peer_process = 0  # it is this one
 
     def send_rest(self) -> None:
         pass
@@ -108,7 +108,7 @@ class InprocConnection:
         self.reads += 1
         return item
 
-    def poll(self, *, patiently: bool = False) -> bool:
+    def poll(self) -> bool:
         if not self._peeked:
             try:
                 self._peeked.append(self._inbox.get_nowait())
@@ -116,14 +116,20 @@ class InprocConnection:
                 return False
         return True
 
+    def has_more(self) -> bool:
+        return self.poll()
+
     def fileno(self) -> int:
         return -1
 
     def set_timeout(self, seconds: float | None, until: float | None = None) -> None:
         self._timeout = seconds
 
+    def open_mailbox(self) -> None:
+        pass  # there is no shorter way
+
     def share_memory(self, memory: MemorySharing) -> None:
-        pass  # messages are copied here, as by a socket
+        pass  # all memory is shared here; what a socket copies is copied here too
 
     def interrupt(self) -> None:
         self._is_closed.set()
@@ -164,7 +170,7 @@ class InprocListener:
         self._refuse_waiting()
 
     def _refuse_waiting(self) -> None:
-        """Ends the connections that were not accepted in time."""
+        """Ends the connections that nobody will accept any more."""
         while True:
             try:
                 connection = self._waiting.get_nowait()
@@ -182,7 +188,7 @@ class InprocTransport:
     def connect(self, address: str, timeout: float) -> InprocConnection:
         listener = _listeners.get(address)
         if listener is None:
-            raise ConnectionClosed(f"there is no listener at {address}")
+            raise ConnectionClosed(f"nobody listens at {address}")
         there: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         back: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         has_ended = threading.Event()

@@ -1,4 +1,4 @@
-"""Listening at, and connecting to, Unix, TCP and TLS addresses."""
+"""Where sockets come from: listening at, and connecting to, Unix, TCP and TLS addresses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOST_PROBES = 127  # the kernel's limit
 
 
 class SocketListener:
-    """Accepts connections; the transport makes each of them a message stream."""
+    """Accepts connections; the transport says how one becomes a message stream."""
 
     def __init__(self, transport: UnixTransport | TcpTransport, sock: socket.socket, at: str):
         self._transport = transport
@@ -41,13 +41,13 @@ class SocketListener:
             try:
                 return self._transport.accepted(sock)
             except OSError:
-                sock.close()  # the peer has left already: accept the next one
+                sock.close()  # it has gone already: the next one
 
     def close(self) -> None:
         try:
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread inside accept
         except OSError:
-            pass  # some systems do not allow it on a listener; closing is enough there
+            pass  # not every system allows it on a listener; closing is enough there
         self._socket.close()
 
     def leave_to_parent(self) -> None:
@@ -55,7 +55,7 @@ class SocketListener:
 
 
 class UnixTransport:
-    """Sockets between processes of one host, in the abstract namespace: they leave no files."""
+    """Sockets between processes of one host, in the abstract namespace: no file is left behind."""
 
     def __init__(
         self, pool: BufferPool, limits: Limits, *, busy_wait: float = DEFAULT_WINDOW
@@ -94,12 +94,12 @@ class TcpTransport:
     """TCP, with or without TLS.
 
     Args:
-        scheme: the beginning of its addresses.
+        scheme: how addresses of this kind begin.
         host: the address to listen at.
         port: 0 lets the system choose.
-        server_tls, client_tls: contexts for both ends of a session; without them nothing is
+        server_tls, client_tls: contexts of both ends of a session; without them nothing is
             encrypted.
-        busy_wait: seconds to poll for a message before sleeping.
+        busy_wait: seconds to look for a message before sleeping.
         heartbeat: seconds between signs of life, and seconds of silence that mean a loss.
     """
 
@@ -136,16 +136,16 @@ class TcpTransport:
         self._prepare(sock)
         if self._server_tls is None:
             return SocketConnection(sock, self._pool, self._limits, self._busy_wait)
-        # The TLS handshake runs at the first read, in the thread of this connection: a silent
-        # stranger must not block the listener.
+        # The TLS handshake happens at the first read, in the thread of this connection: a silent
+        # stranger must not keep the listener busy.
         wrapped = self._server_tls.wrap_socket(
             sock, server_side=True, do_handshake_on_connect=False
         )
         return TlsConnection(wrapped, self._pool, self._limits, self._busy_wait)
 
     def _prepare(self, sock: socket.socket) -> None:
-        """Makes the kernel end a silent connection after about the time of the heartbeat: only one
-        of the connections to a peer has a heartbeat of its own."""
+        """Lets the kernel end a connection that the network has forgotten, in about the time after
+        which the heartbeat would: only one of several connections has a heartbeat."""
         interval, timeout = self._heartbeat
         pause = max(1, round(min(interval, timeout / 2)))
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

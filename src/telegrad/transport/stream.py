@@ -1,11 +1,12 @@
-"""Messages over a stream socket.
+"""A connection's messages over a stream socket.
 
-A small message takes one gather-write and one read. Large buffers are written from, and read into,
-the memory of the tensors themselves.
+Written for few system calls: a small message is one gather-write and one read, or goes by a
+mailbox. Large buffers are written from, and read into, the memory of the tensors themselves.
 """
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 from collections.abc import Sequence
@@ -13,7 +14,9 @@ from typing import Any
 
 from telegrad.errors import ProtocolError
 from telegrad.forks import leave_at_fork
-from telegrad.transport.base import MemorySharing
+from telegrad.transport.base import ConnectionClosed, MemorySharing, TransportTimeout
+from telegrad.transport.same_host.mailbox import FOR_SLEEPER, NOT_PUT, Mailbox
+from telegrad.transport.same_host.mailbox import is_available as has_mailboxes
 from telegrad.transport.same_host.shared_buffers import Placement, SharedBuffers
 from telegrad.transport.socket_bytes import JOINED_UP_TO, SocketBytes, is_ready
 from telegrad.wire.frames import (
@@ -27,13 +30,16 @@ from telegrad.wire.frames import (
     over_limits,
     pack_header,
     unpack_header,
+    whole_frame,
 )
 from telegrad.wire.tensor_table.memory import BufferPool
 
 __all__ = ["POOLED_FROM", "SocketConnection"]
 
 POOLED_FROM = 1 << 16
-"""Smaller buffers are plain memory: cheaper than a buffer of the pool."""
+"""Smaller buffers are plain memory: cheaper than a loan."""
+
+_WAKE = pack_header(Kind.WAKE, 0, 0, 0, -1, -1, 0)
 
 
 class SocketConnection(SocketBytes):
@@ -45,6 +51,10 @@ class SocketConnection(SocketBytes):
         super().__init__(sock, busy_wait)
         self._pool = pool
         self._limits = limits
+        self._passes_descriptors = sock.family == socket.AF_UNIX
+        self._mailbox: Mailbox | None = None
+        self._frames_sent = self._frames_read = 0  # by the socket, since there is a mailbox
+        self._looks = 0
         leave_at_fork(self)
 
     # -- sending
@@ -59,30 +69,42 @@ class SocketConnection(SocketBytes):
         body: Sequence[bytes | memoryview] = (),
         buffers: Sequence[memoryview] = (),
     ) -> None:
-        message = (kind, flags, call_id, context_id, message_id, body, buffers)
-        parts, placement = self._packed(*message)
-        if placement is None:
-            self._write(parts, ())
+        length = sum(map(len, body))
+        header = pack_header(kind, flags, len(buffers), call_id, context_id, message_id, length)
+        mailbox = self._mailbox
+        if not buffers:
+            total = HEADER.size + length
+            if total <= JOINED_UP_TO:
+                whole = b"".join((header, *body))
+                try:
+                    put = NOT_PUT if mailbox is None else mailbox.put(whole, self._frames_sent)
+                except ValueError:  # its memory is gone: whoever reads here has found the end
+                    raise ConnectionClosed("it has been closed") from None
+                if put != NOT_PUT:
+                    if put == FOR_SLEEPER:
+                        self._frames_sent += 1
+                        self._write([_WAKE], (), HEADER.size)
+                    return
+                self._frames_sent += 1
+                self._write([whole], (), total)
+            else:
+                self._frames_sent += 1
+                self._write([header, *body], (), total)
             return
-        was_sent = False
+        self._frames_sent += 1
+        shared = self._shared
+        placement = Placement(buffers) if shared is None else shared.place(buffers)
         try:
-            self._write(parts, placement.descriptors)
-            was_sent = True
-        finally:
-            placement.settle(was_sent=was_sent)
+            parts = [header, placement.table, *body, *placement.streamed]
+            self._write(parts, placement.descriptors, sum(len(part) for part in parts))
+        except BaseException:
+            if shared is not None:
+                shared.not_sent(placement)
+            raise
+        if shared is not None:
+            shared.sent(placement)
 
-    def send_without_waiting(self, *message: Any) -> None:
-        parts, placement = self._packed(*message)
-        if placement is None:
-            self._write_what_fits(parts, ())
-            return
-        begun_before = self.messages_begun
-        try:
-            self._write_what_fits(parts, placement.descriptors)
-        finally:
-            placement.settle(was_sent=self.messages_begun != begun_before)
-
-    def _packed(
+    def send_without_waiting(
         self,
         kind: Kind,
         flags: int = 0,
@@ -91,27 +113,50 @@ class SocketConnection(SocketBytes):
         message_id: int = -1,
         body: Sequence[bytes | memoryview] = (),
         buffers: Sequence[memoryview] = (),
-    ) -> tuple[list[Any], Placement | None]:
-        """The parts of a message as they go over the socket, and where its buffers go."""
+    ) -> None:
         length = sum(map(len, body))
         header = pack_header(kind, flags, len(buffers), call_id, context_id, message_id, length)
         if not buffers:
-            if HEADER.size + length <= JOINED_UP_TO:
-                return [b"".join((header, *body))], None
-            return [header, *body], None
-        placement = Placement(buffers) if self._shared is None else self._shared.place(buffers)
-        return [header, placement.table, *body, *placement.streamed], placement
+            is_short = HEADER.size + length <= JOINED_UP_TO
+            self._write_what_fits([b"".join((header, *body))] if is_short else [header, *body], ())
+            return
+        shared = self._shared
+        placement = Placement(buffers) if shared is None else shared.place(buffers)
+        begun_before = self.messages_begun
+        try:
+            parts = [header, placement.table, *body, *placement.streamed]
+            self._write_what_fits(parts, placement.descriptors)
+        finally:
+            if shared is not None:
+                if self.messages_begun == begun_before:
+                    shared.not_sent(placement)
+                else:
+                    shared.sent(placement)
 
     # -- receiving
 
     def receive(self) -> Frame:
-        if self._start == self._end:
-            self._spinner.spin(self._is_readable)
-        self._fill(HEADER.size)
+        while True:
+            mailbox = self._mailbox
+            if mailbox is not None:
+                message = self._take_message(mailbox)
+                if message is not None:
+                    self.reads += 1
+                    return whole_frame(message, self._limits)
+            elif self._start == self._end:
+                self._patience.look(self._is_readable)
+            self._fill(HEADER.size)
+            frame = self._read_frame()
+            if frame is not None:
+                return frame
+
+    def _read_frame(self) -> Frame | None:
+        """The frame whose header is ahead; None if it was meant for the connection itself."""
         kind, flags, buffer_count, call_id, context_id, message_id, length = unpack_header(
             self._ahead, self._start, self._limits
         )
         self._start += HEADER.size
+        self._frames_read += 1
         buffers: Sequence[Any] = []
         loans: list[Loan] = []
         if not buffer_count:
@@ -128,12 +173,17 @@ class SocketConnection(SocketBytes):
                 buffers = self._read_buffers(table, loans)
         if self._start == self._end:
             self._start = self._end = 0
+        if kind is Kind.WAKE:
+            return None
+        if kind is Kind.MAILBOX:
+            self._accept_mailbox()
+            return None
         return Frame(kind, flags, call_id, context_id, message_id, body, buffers, loans)
 
     def _skip_message(
         self, length: int, table: list[tuple[int, int, int]]
     ) -> tuple[bytes, Sequence[Any]]:
-        """Reads a message that is too large, and keeps only the reason."""
+        """Reads a message that is too large, and keeps nothing of it but why."""
         self._skip(length)
         loans: list[Loan] = []
         for size, segment, note in table:
@@ -150,16 +200,21 @@ class SocketConnection(SocketBytes):
 
     def _read_buffers(self, table: list[tuple[int, int, int]], loans: list[Loan]) -> Sequence[Any]:
         buffers: list[Any] = []
+        is_whole = True
+        shared = self._shared
         for length, segment, note in table:
             if not segment:
-                buffers.append(self._streamed_buffer(length))
-            elif self._shared is not None:
-                buffers.append(self._shared.received(length, segment, note, loans))
+                buffer = self._streamed_buffer(length)
+            elif shared is not None:
+                buffer = shared.received(length, segment, note, loans)
             else:
                 raise ProtocolError("the peer uses shared memory that was not agreed on")
-        if self._shared is not None:
-            self._shared.message_read()
-        return Unread() if any(buffer is None for buffer in buffers) else buffers
+            if buffer is None:
+                is_whole = False
+            buffers.append(buffer)
+        if shared is not None:
+            shared.message_read()
+        return buffers if is_whole else Unread()
 
     def _streamed_buffer(self, length: int) -> Any:
         try:
@@ -170,24 +225,109 @@ class SocketConnection(SocketBytes):
         self._take_into(memoryview(target).cast("B"))
         return target
 
-    def poll(self, *, patiently: bool = False) -> bool:
-        return (
-            self._end > self._start
-            or (patiently and self._spinner.spin(self._is_readable))
-            or is_ready(self._socket, select.POLLIN, 0)
-        )
+    def _take_message(self, mailbox: Mailbox) -> bytes | None:
+        """The next message, out of the mailbox; None if it comes by the socket."""
+        if mailbox.is_asleep:
+            mailbox.wake_up()
+        while True:
+            if mailbox.has_new():
+                return mailbox.take(self._frames_read)
+            if self._end > self._start:
+                return None
+            if self._patience.look(self._is_anything_there):
+                if not mailbox.has_new():
+                    return None
+            elif mailbox.fall_asleep():
+                return None
+
+    def _is_anything_there(self) -> bool:
+        mailbox = self._mailbox
+        if mailbox is not None and mailbox.has_new():
+            return True
+        self._looks += 1
+        if self._looks & 7:
+            return False
+        return bool(self._is_readable())
+
+    def open_mailbox(self) -> None:
+        if self._shared is None or not self._patience.is_on or not has_mailboxes():
+            return
+        try:
+            made, descriptor = Mailbox.make()
+        except OSError:
+            return  # no memory for it: the socket still works
+        try:
+            header = pack_header(Kind.MAILBOX, 0, 0, 0, -1, -1, 0)
+            self._write([header], [descriptor], HEADER.size)
+        except (ConnectionClosed, TransportTimeout):
+            made.close()
+            return  # whoever sends the first message will hear of it
+        finally:
+            os.close(descriptor)
+        self._frames_sent = self._frames_read = 0
+        self._mailbox = made
+
+    def _accept_mailbox(self) -> None:
+        if self._shared is None or self._mailbox is not None:
+            raise ProtocolError("a mailbox came that was not agreed on")
+        try:
+            self._mailbox = Mailbox.open(self._shared.next_descriptor())
+            self._frames_sent = self._frames_read = 0
+        except OSError:
+            pass  # no memory or descriptor for it: the other end uses it when this one looks there
+        finally:
+            self._shared.message_read()
+
+    def poll(self) -> bool:
+        if self._mailbox is None:
+            return self._end > self._start or is_ready(self._socket, select.POLLIN, 0)
+        return self._has_message(self._mailbox)
+
+    def _has_message(self, mailbox: Mailbox) -> bool:
+        """Whether a message is there, or the end: not just a frame that has come too late to wake
+        anybody."""
+        while True:
+            if self._end - self._start >= HEADER.size:
+                if self._ahead[self._start : self._start + HEADER.size] != _WAKE:
+                    return True
+                self._read_frame()
+            elif self._end > self._start or mailbox.has_new():
+                return True
+            elif not self._is_readable():
+                return False
+            else:
+                count = self._try_read(self._ahead)
+                if count <= 0:
+                    return True
+                self._start, self._end = 0, count
+
+    def has_more(self) -> bool:
+        mailbox = self._mailbox
+        if mailbox is None:
+            if self._end == self._start:
+                if not self._patience.look(self._is_readable):
+                    return False
+                self._fill(1)
+            return True
+        while not self._has_message(mailbox):
+            if not self._patience.look(self._is_anything_there) and mailbox.fall_asleep():
+                return False
+        return True
 
     # -- the connection
 
     def share_memory(self, memory: MemorySharing) -> None:
-        if self._socket.family == socket.AF_UNIX:  # others pass no descriptors
+        if self._passes_descriptors:
             self._shared = SharedBuffers(memory)
 
     def close(self) -> None:
+        if self._mailbox is not None:
+            self._mailbox.close()
+            self._mailbox = None
         if self._shared is not None:
             self._shared.close()
         self._socket.close()
 
     def leave_to_parent(self) -> None:
-        self._shared = None
+        self._mailbox = self._shared = None
         self._socket.close()

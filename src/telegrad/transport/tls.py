@@ -1,13 +1,13 @@
 """Messages over TLS: with the user's certificates, or anonymously, with the secret as the proof.
 
 An anonymous session agrees on fresh keys (ECDHE) and encrypts and authenticates everything
-(AES-GCM), but does not identify the other end. The handshake does: both ends prove the secret over
-the session's channel binding (`tls-unique`, RFC 5929), which differs between the two sessions of a
-man in the middle. TLS 1.2 needs a certificate for this. The one in `anonymous.pem` is the same
-everywhere; its key is public, and it is not checked.
+(AES-GCM), but does not say with whom. That is what the handshake adds: both ends prove the secret
+over the session's channel binding (`tls-unique`, RFC 5929), which differs between the two sessions
+of a man in the middle. TLS 1.2 needs a certificate for this; the one in `anonymous.pem` is the same
+everywhere, its key is public, and nobody checks it.
 
-All sessions use TLS 1.2, because Python offers no channel binding for TLS 1.3. `tls-unique` is
-sound if sessions are neither resumed nor renegotiated, so both are switched off.
+All sessions are of TLS 1.2, because Python gives no channel binding of TLS 1.3. `tls-unique` is
+sound where sessions are neither resumed nor renegotiated, so both are switched off.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def restrict(context: ssl.SSLContext) -> None:
 
 
 def anonymous_contexts() -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    """The contexts of a listening and a connecting end without an identity."""
+    """The contexts of a listening and a connecting end that show no identity."""
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     with resources.as_file(resources.files(__package__) / "anonymous.pem") as path:
         server.load_cert_chain(path)
@@ -60,9 +60,9 @@ _RECORD = 1 << 14  # the most bytes that TLS encrypts together
 class TlsConnection(SocketConnection):
     """Over TLS, which has no gather-write and no kernel timeouts, and passes no descriptors.
 
-    OpenSSL keeps one state for both directions, so its steps run one at a time, under a lock. No
-    step waits, because the socket does not block. (Newer Pythons have a lock of their own here, and
-    hold it while a blocking read waits: a reader would stop all senders.)
+    OpenSSL keeps one state for both directions, so its steps are taken one at a time, under a lock;
+    nobody waits under it, for the socket does not block. (Newer Pythons have a lock of their own
+    there, and hold it while a blocking read waits: a reader would stop all senders.)
     """
 
     _socket: ssl.SSLSocket
@@ -80,7 +80,7 @@ class TlsConnection(SocketConnection):
             raise ProtocolError("the TLS session has no channel binding")
         return binding
 
-    def _write(self, parts: list[Any], descriptors: Sequence[int]) -> None:
+    def _write(self, parts: list[Any], descriptors: Sequence[int], total: int) -> None:
         small = b"".join(bytes(part) for part in parts if len(part) < POOLED_FROM)
         if sum(len(part) for part in parts) == len(small):
             parts = [small]
@@ -90,7 +90,7 @@ class TlsConnection(SocketConnection):
                 left = left[self._complete(lambda data=left: self._socket.send(data)) :]  # type: ignore[misc]
 
     def _write_what_fits(self, parts: list[Any], descriptors: Sequence[int]) -> None:
-        # One record leaves completely or not at all, wherever Ctrl-C interrupts this thread. More
+        # One record leaves as a whole or not at all, wherever Ctrl-C interrupts this thread. More
         # than one is left to a thread that no signal interrupts.
         self._rest = [b"".join(parts)] if sum(map(len, parts)) <= _RECORD else parts
         self.messages_begun += 1
@@ -100,7 +100,7 @@ class TlsConnection(SocketConnection):
                     self._socket.send(self._rest[0])
                 self._rest = []
             except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
-                pass  # there is no room now
+                pass  # there is no room for it now
             except (OSError, ValueError) as error:
                 self._rest = []
                 raise ConnectionClosed(str(error)) from None
@@ -131,7 +131,7 @@ class TlsConnection(SocketConnection):
         return count
 
     def _complete(self, step: Callable[[], int]) -> int:
-        """Runs a step as soon as it is possible, within the timeout."""
+        """Takes a step as soon as it can be taken, within the timeout."""
         end = self._until
         if end is None and self._timeout is not None:
             end = time.monotonic() + self._timeout
@@ -146,9 +146,9 @@ class TlsConnection(SocketConnection):
             except ssl.SSLWantWriteError:
                 event = select.POLLOUT
             except ssl.SSLError as error:
-                self.reads += 1  # something arrived, although it was invalid
-                # If bytes stay unread, closing resets the connection, and the other end does not
-                # see the alert that OpenSSL has sent.
+                self.reads += 1  # something came, and it was no good
+                # With bytes left unread, closing would reset the connection, and the other end
+                # would not see the alert that OpenSSL has sent it.
                 with contextlib.suppress(OSError):
                     socket.socket.recv(self._socket, READ_AHEAD)
                 raise ConnectionClosed(f"TLS failed: {error.reason or error}") from None
@@ -156,27 +156,31 @@ class TlsConnection(SocketConnection):
                 raise ConnectionClosed(str(error)) from None
             if end is not None and time.monotonic() >= end:
                 raise TransportTimeout
-            # Tries again after a second: the other direction may have read what this one needs.
+            # Looks again after a second: the other direction may have read what this one waits for.
             left = 1.0 if end is None else min(1.0, end - time.monotonic())
             is_ready(self._socket, event, left)
 
-    def poll(self, *, patiently: bool = False) -> bool:
+    def poll(self) -> bool:
         if self._end > self._start:
             return True
-        # The descriptor does not say enough: it is readable for a part of a record, and it is not
-        # for the rest of a record that OpenSSL has read. So read ahead.
+        # That the socket is readable does not tell: it may be a part of a record. So read ahead.
         count = self._try_read(self._ahead)
-        if not count and patiently and self._spinner.spin(self._is_readable):
-            count = self._try_read(self._ahead)
         self._start, self._end = 0, max(0, count)
-        return count != 0  # if the stream has ended, `receive` reports it
+        return count != 0  # if it has ended, `receive` tells
+
+    # What OpenSSL has read and not handed out does not show at the descriptor. That is the rest of
+    # a record of which a part was read: neither sessions nor keys are renewed, and OpenSSL reads
+    # no further than one record.
+
+    def has_more(self) -> bool:
+        return self._socket.pending() > 0 or super().has_more()
 
     def set_timeout(self, seconds: float | None, until: float | None = None) -> None:
         self._timeout, self._until = seconds, until
 
     def interrupt(self) -> None:
         try:
-            # The plain socket's: `SSLSocket.shutdown` removes TLS while a reader may be using it.
+            # The plain socket's: `SSLSocket.shutdown` takes TLS away under a reader in it.
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
         except OSError:
-            pass  # it has ended already
+            pass  # it has ended already, which is what was wanted

@@ -1,6 +1,7 @@
-"""Wrappers around a transport, to count or to disturb what a worker sends.
+"""What stands between a worker and its transport: something that counts, or does harm.
 
-A wrapper of a connection derives from `WrappedConnection` and overrides what it changes.
+Whoever wants to see or change what a worker sends wraps each of its connections. A wrapper of a
+connection derives from `WrappedConnection` and says only what it does otherwise.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Wrap = Callable[[Connection], Connection]
 
 
 class WrappedTransport:
-    """A transport that wraps each of its connections."""
+    """A transport all of whose connections are wrapped."""
 
     def __init__(self, transport: Transport, wrap: Wrap) -> None:
         self._transport = transport
@@ -52,7 +53,7 @@ class _WrappedListener:
 
 
 class WrappedConnection:
-    """Passes everything on to the connection that it wraps."""
+    """Does what the connection does that it wraps."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -75,13 +76,15 @@ class WrappedConnection:
         self._connection.send(kind, flags, call_id, context_id, message_id, body, buffers)
 
     def send_without_waiting(self, *message: Any) -> None:
-        self.messages_begun += 1  # if this is interrupted, a part may have left
-        self.send(*message)  # waits, because wrappers override `send` only
+        self.messages_begun += 1  # how much of it has left, if it is interrupted, is not known
+        self.send(*message)  # waits: what a wrapper does to a message, it does in `send`
 
-    has_rest = False
+    @property
+    def has_rest(self) -> bool:
+        return False
 
     def send_rest(self) -> None:
-        pass
+        pass  # there never is one
 
     @property
     def peer_process(self) -> int:
@@ -99,8 +102,11 @@ class WrappedConnection:
     def channel_binding(self) -> bytes:
         return self._connection.channel_binding()
 
-    def poll(self, *, patiently: bool = False) -> bool:
-        return self._connection.poll(patiently=patiently)
+    def poll(self) -> bool:
+        return self._connection.poll()
+
+    def has_more(self) -> bool:
+        return self._connection.has_more()
 
     def fileno(self) -> int:
         return self._connection.fileno()
@@ -110,6 +116,9 @@ class WrappedConnection:
 
     def share_memory(self, memory: MemorySharing) -> None:
         self._connection.share_memory(memory)
+
+    def open_mailbox(self) -> None:
+        self._connection.open_mailbox()
 
     def interrupt(self) -> None:
         self._connection.interrupt()

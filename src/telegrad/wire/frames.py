@@ -1,15 +1,16 @@
-"""Frames: how one message is laid out on a byte stream.
+"""Frames: how one message stands on a byte stream.
 
 ::
 
     header   36 bytes, fixed
     buffers  16 bytes each: length, shared-memory segment (0: the bytes follow on the stream), note
-    body     depends on the kind; for calls: a call head, then the codec's payload
+    body     what the kind of message says; for calls: a call head, then the codec's payload
     stream   the bytes of those buffers that are not in shared memory, in order
 
-The header gives all sizes, so a reader can check them against its limits before it allocates
-anything. A frame beyond the limits is skipped, and fails its call. A frame with wrong sizes is a
-`ProtocolError` and ends the connection, since nothing behind it can be understood.
+The header says all sizes, so a reader knows before it allocates anything whether a frame is within
+its limits. One that is not is skipped, and fails the call that it belongs to. A frame that lies
+about its sizes is a `ProtocolError`, and ends the connection: after it, nothing on that stream
+means anything.
 """
 
 from __future__ import annotations
@@ -41,12 +42,15 @@ __all__ = [
     "rider_size",
     "split_rider",
     "unpack_header",
+    "whole_frame",
 ]
 
 PROTOCOL_VERSION = 13
 MAGIC = 0x4754  # "TG", read as little-endian
 
 HEADER = struct.Struct("<HHHHqqqI")
+_SIZE = HEADER.size
+_unpack = HEADER.unpack_from
 BUFFER = struct.Struct("<QII")
 
 
@@ -57,6 +61,8 @@ class Kind(IntEnum):
     PING = 1
     PONG = 2
     GOODBYE = 3
+    MAILBOX = 4
+    WAKE = 5
     DECLINED = 6
     # Calls
     CALL = 10
@@ -98,7 +104,7 @@ _KINDS = {int(kind): kind for kind in Kind}
 
 
 def kind_of(number: int) -> Kind:
-    """`Kind(number)`, but faster.
+    """`Kind(number)`, sooner.
 
     Raises:
         ProtocolError: there is no such kind.
@@ -110,23 +116,24 @@ def kind_of(number: int) -> Kind:
 
 
 class Flags:
-    """Bits of a header's flags. Plain numbers, because looking up a member of an enumeration takes
-    four times as long."""
+    """Bits of a header's flags. Plain numbers: a member of an enumeration takes four times as long
+    to find, and every message asks for several."""
 
     NO_ANSWER: Final = 1
-    """A post: it has no reply. On a lane it has a receipt."""
+    """A post: the sender waits for nothing but, on a lane, a receipt."""
     CONVERSATION: Final = 2
-    """A post whose sender waits: the receipt carries what is posted back to it."""
+    """A post whose sender waits: what is posted back to it travels in the receipt."""
     RIDER: Final = 4
     """The body begins with another message, a post."""
     NO_GRAD: Final = 8
-    """The caller has switched gradients off: the results have no history."""
+    """The caller has switched gradients off: what is computed for it has no history."""
     HISTORY_LEFT: Final = 16
-    """An answer outside of any context, with a tensor whose history stays behind."""
+    """An answer outside of any context: something in it has a history, which stays behind."""
     RESENT: Final = 32
-    """A second copy of a request whose lane broke. In a receipt: the first copy has arrived."""
+    """A second copy of a request, whose first one was on a lane that broke. In a receipt: the
+    request has begun by its first copy."""
     DEPTH: Final = 0xF00
-    """Four bits: in how many calls the call is nested; 15 means 15 or more."""
+    """Four bits that are a number: how many calls the call is nested in; 15 for more."""
     DEPTH_ONE: Final = 0x100
 
 
@@ -134,34 +141,34 @@ _RIDER_HEAD = struct.Struct("<BI")  # kind, length
 
 
 def pack_rider(kind: Kind, news: bytes) -> bytes:
-    """A rider: a message of plain bytes that travels in front of another message's body."""
+    """A message that is to ride in front of a body. It consists of bytes, as they are."""
     return _RIDER_HEAD.pack(kind, len(news)) + news
 
 
 def rider_size(body: bytes) -> int:
-    """How many bytes of a body its rider takes."""
+    """How many bytes of a body the message takes that rides in front."""
     try:
         _, length = _RIDER_HEAD.unpack_from(body)
     except struct.error as error:
-        raise ProtocolError(f"a message announces a rider and has none: {error}") from None
+        raise ProtocolError(f"a message says that another rides with it: {error}") from None
     size: int = _RIDER_HEAD.size + length
     return size
 
 
 def split_rider(body: bytes) -> tuple[Kind, bytes, bytes]:
-    """The kind and bytes of a body's rider, and the rest of the body.
+    """The kind and bytes of the message that rides in front, and the body that is left.
 
     Raises:
-        ProtocolError: there is no valid rider.
+        ProtocolError: there is none.
     """
     try:
         number, length = _RIDER_HEAD.unpack_from(body)
-        kind = kind_of(number)
+        kind = _KINDS.get(number) or kind_of(number)
     except (struct.error, ProtocolError) as error:
-        raise ProtocolError(f"a message announces a rider and has none: {error}") from None
+        raise ProtocolError(f"a message says that another rides with it: {error}") from None
     start, end = _RIDER_HEAD.size, _RIDER_HEAD.size + length
     if end > len(body):
-        raise ProtocolError("a rider is longer than its message")
+        raise ProtocolError("a message that rides with another is longer than both")
     return kind, body[start:end], body[end:]
 
 
@@ -170,24 +177,24 @@ Header: TypeAlias = tuple[Kind, int, int, int, int, int, int]
 
 
 class Loan(Protocol):
-    """Memory of the sender in which a received message lies."""
+    """Memory of its sender that a message lies in."""
 
     def hold(self) -> None:
-        """Keeps the memory, so that an answer can be sent in it once no buffer uses it."""
+        """From now on it may carry what is sent back, once no buffer needs it any more."""
 
     def end(self) -> None:
-        """Ends `hold`: the memory is returned as soon as no buffer uses it."""
+        """It may not, from now on; it is given back as soon as no buffer needs it."""
 
 
 class Unread(Sequence[Any]):
-    """Stands for buffers that were not received. Decoding their message raises the reason, which
-    fails the call and leaves the connection intact."""
+    """In the place of buffers that were not taken: whoever decodes their message is told why. That
+    ends the call, and not the connection."""
 
     def __init__(
         self,
         reason: str = (
-            "the large tensors of a message were not received: the process had no memory or no "
-            "file descriptor for them. Free some, or raise the limit (see `ulimit -n`)"
+            "the large tensors of a message were not received: there was no memory or no file "
+            "descriptor for them (see `ulimit -n`)"
         ),
     ) -> None:
         self.reason = reason
@@ -200,11 +207,11 @@ class Unread(Sequence[Any]):
 
 
 def over_limits(body: int, buffers: int, limits: Limits) -> str:
-    """Why a message is too large to be received; empty if it is not.
+    """What is to be said of a message that is too large to be taken; empty if it is not.
 
     Args:
-        body: bytes of the message without its large tensors.
-        buffers: bytes of the large tensors.
+        body: bytes of it besides its large tensors.
+        buffers: bytes of these.
     """
     for name, size, limit in (
         ("max_body", body, limits.max_body),
@@ -212,17 +219,16 @@ def over_limits(body: int, buffers: int, limits: Limits) -> str:
     ):
         if size > limit:
             return (
-                f"a message was not received: its {size} bytes are over the limit of {limit} of "
-                f"the receiver ({name} in the limits of RpcOptions). Send less at a time, or raise "
-                "the limit on all workers"
+                f"a message was not received: its {size} bytes are over the limit of {limit} there "
+                f"({name} in the limits of RpcOptions, which should be the same on all workers)"
             )
     return ""
 
 
 @dataclass(slots=True)
 class Frame:
-    """One received message. `buffers` own their memory and return it when they die; `loans` are
-    those of the buffers in the sender's memory."""
+    """One received message. `buffers` own their memory and give it back when they die; of those
+    that lie in the sender's memory, `loans` are what can be held on to."""
 
     kind: Kind
     flags: int
@@ -239,12 +245,12 @@ class Limits:
     """What a reader accepts. Checked before anything is allocated.
 
     Args:
-        max_body: bytes of a message without its large tensors.
+        max_body: bytes of a message besides its large tensors.
         max_buffers: how many large tensors a message may have; 65535 at most.
         max_message: bytes of all its large tensors.
 
     Raises:
-        ValueError: `max_buffers` is more than 65535.
+        ValueError: `max_buffers` is more than that.
     """
 
     max_body: int = 1 << 30
@@ -264,7 +270,7 @@ def unpack_header(data: bytes | bytearray | memoryview, offset: int, limits: Lim
     """Reads and checks a header.
 
     Raises:
-        ProtocolError: the header is invalid, or announces more than the limits allow.
+        ProtocolError: it is no header, or what it announces is beyond the limits.
     """
     magic, kind, flags, buffers, call_id, context_id, message_id, body = HEADER.unpack_from(
         data, offset
@@ -275,3 +281,21 @@ def unpack_header(data: bytes | bytearray | memoryview, offset: int, limits: Lim
     if buffers > limits.max_buffers:
         raise ProtocolError(f"{buffers} buffers are over the limit of {limits.max_buffers}")
     return known, flags, buffers, call_id, context_id, message_id, body
+
+
+def whole_frame(message: bytes, limits: Limits) -> Frame:
+    """A frame without buffers, of which `message` is all.
+
+    Raises:
+        ProtocolError: it is none.
+    """
+    try:
+        magic, number, flags, buffers, call_id, context_id, message_id, length = _unpack(message)
+    except struct.error as error:
+        raise ProtocolError(f"a message is shorter than its header: {error}") from None
+    kind = _KINDS.get(number)
+    is_whole = magic == MAGIC and not buffers and length == len(message) - _SIZE
+    if kind is None or not is_whole:
+        unpack_header(message, 0, limits)  # it knows better what is the matter
+        raise ProtocolError("a message is not as long as it says")
+    return Frame(kind, flags, call_id, context_id, message_id, message[_SIZE:], [])

@@ -1,4 +1,5 @@
-"""A backward pass however its workers wait for messages: spinning, sleeping, or both."""
+"""A backward pass however its workers wait for messages: looking for them, sleeping, by a mailbox,
+by a socket, or by a mixture of all."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from telegrad import rpc
 from telegrad.testing.cluster import cluster
 
 WAYS = {
-    "spinning": {},
+    "looking": {},
     "sleeping": {"busy_wait": 0.0},
     "falling asleep": {"busy_wait": 1e-6},
     "no shared memory": {"shared_memory": False},

@@ -221,7 +221,7 @@ class TestStrangers:
                 with pytest.raises(ConnectionClosed):
                     introduce(connection, own._key, wrong)
                     connection.receive()
-        assert "asks for another worker" in caplog.text
+        assert "it looks for another worker" in caplog.text
         assert "is not part of the group" in caplog.text
 
     def test_a_friend_who_breaks_the_protocol_loses_that_connection_only(self, caplog):
@@ -330,7 +330,7 @@ def test_a_worker_answers_only_for_its_own_life():
                 )
             )
             introduced = in_background(lambda client=client: introduce(client, b"secret", IDENTITY))
-            assert "asks for another worker" in str(answered())
+            assert "looks for another worker" in str(answered())
             server.close()
             assert isinstance(introduced(), ConnectionClosed)
 

@@ -1,4 +1,4 @@
-"""When a connection spins before it sleeps, and when it stops doing so."""
+"""When a connection looks before it sleeps, and when it leaves that."""
 
 from __future__ import annotations
 
@@ -7,27 +7,16 @@ import itertools
 import pytest
 
 from telegrad.transport.same_host import spinning
-from telegrad.transport.same_host.spinning import Spinner
-
-WINDOW = 0.5e-3
-
-
-class Clock:
-    def __init__(self):
-        self.now = 0.0
-        self.turn = 1e-6  # how long others run at each look
-
-    def give_way(self):
-        self.now += self.turn
+from telegrad.transport.same_host.spinning import Patience
 
 
 @pytest.fixture(autouse=True)
-def clock(monkeypatch):
-    made = Clock()
+def _two_idle_processors(monkeypatch):
+    ticks = itertools.count()
     monkeypatch.setattr(spinning, "_processors", lambda: 2)
-    monkeypatch.setattr(spinning, "_now", lambda: made.now)
-    monkeypatch.setattr(spinning, "_yield", made.give_way)
-    return made
+    monkeypatch.setattr(spinning, "_now", lambda: next(ticks) * 1e-6)
+    monkeypatch.setattr(spinning, "_give_way", lambda: None)
+    monkeypatch.setattr(spinning, "_retreat", spinning._Retreat())
 
 
 class Nothing:
@@ -40,62 +29,171 @@ class Nothing:
         return 0
 
 
-def spins(spinner):
-    nothing = Nothing()
-    assert not spinner.spin(nothing)
-    return nothing.looks > 0
-
-
 def test_what_comes_within_the_window_is_found():
     answers = iter([0, 0, 7])
-    assert Spinner(WINDOW).spin(lambda: next(answers))
+    assert Patience(10.0).look(lambda: next(answers))
 
 
-def test_what_comes_after_the_window_is_not_found(clock):
-    assert not Spinner(WINDOW).spin(lambda: clock.now > 1.2 * WINDOW)
-    assert clock.now < 1.1 * WINDOW
-
-
-def test_a_connection_that_spins_in_vain_skips_more_and_more_waits():
-    spinner = Spinner(WINDOW)
-    spun = [number for number in range(2000) if spins(spinner)]
-    skipped = [after - before - 1 for before, after in itertools.pairwise(spun)]
-    assert skipped[:5] == [1, 3, 7, 15, 31]
-    assert max(skipped) == 512
+def test_a_connection_that_looks_in_vain_rests_for_longer_and_longer():
+    patient, nothing = Patience(1e-9), Nothing()
+    looked = []
+    for _ in range(200):
+        before = nothing.looks
+        assert not patient.look(nothing)
+        looked.append(nothing.looks > before)
+    assert all(looked[:4])
+    assert sum(looked) < 12
 
 
 def test_success_restores_trust():
-    spinner = Spinner(WINDOW)
-    for _ in range(200):
-        spins(spinner)
-    while not spinner.spin(lambda: 1):
-        pass
-    for _ in range(10):
-        assert spinner.spin(lambda: 1)
-    spins(spinner)
-    assert not spinner.spin(lambda: 1)  # skips one wait
-    assert spinner.spin(lambda: 1)
+    patient, nothing = Patience(1e-9), Nothing()
+    for _ in range(3):
+        patient.look(nothing)
+    for _ in range(8):
+        assert patient.look(lambda: 1)
+    for _ in range(7):
+        patient.look(nothing)
+    assert patient.look(lambda: 1)
 
 
-def test_a_busy_processor_is_left_to_other_programs(clock):
-    clock.turn = 8 * WINDOW
-    spinner = Spinner(WINDOW)
-    assert sum(spins(spinner) for _ in range(9)) == 1
-    assert clock.now == 8 * WINDOW
-
-
-def test_one_thread_of_a_process_spins_at_a_time():
+def test_one_thread_of_a_process_looks_at_a_time():
     inner = Nothing()
 
     def outer():
-        assert not Spinner(1.0).spin(inner)
+        assert not Patience(1.0).look(inner)
         return 1
 
-    assert Spinner(1.0).spin(outer)
+    assert Patience(1.0).look(outer)
     assert inner.looks == 0
 
 
-def test_there_is_no_spinning_without_a_window_or_a_second_processor(monkeypatch):
-    assert not spins(Spinner(0.0))
+class Busy:
+    """A processor that others use for most of the time, at every look."""
+
+    def __init__(self, monkeypatch, turn):
+        self.now = 0.0
+        self.used = 0.0
+        self.turn = turn
+        monkeypatch.setattr(spinning, "_now", lambda: self.now)
+        monkeypatch.setattr(spinning, "_used", lambda: self.used)
+        monkeypatch.setattr(spinning, "_give_way", self._give_way)
+
+    def _give_way(self):
+        self.now += self.turn
+
+
+def test_time_that_others_had_does_not_count(monkeypatch):
+    busy = Busy(monkeypatch, turn=0.9e-3)
+    assert Patience(0.5e-3).look(lambda: busy.now > 3e-3)
+
+
+def test_time_without_others_counts(monkeypatch):
+    busy = Busy(monkeypatch, turn=10e-6)
+    assert not Patience(0.5e-3).look(lambda: busy.now > 0.6e-3)
+
+
+def test_looking_ends_however_busy_others_are(monkeypatch):
+    busy = Busy(monkeypatch, turn=1e-3)
+    assert not Patience(0.5e-3).look(lambda: False)
+    assert busy.now <= (spinning._LONGEST + 2) * 0.5e-3
+
+
+def test_one_thread_does_not_look_for_long_if_another_would_like_to(monkeypatch):
+    busy = Busy(monkeypatch, turn=1e-3)
+
+    def is_there():
+        Patience(0.5e-3).look(lambda: True)  # as another thread would
+        return False
+
+    assert not Patience(0.5e-3).look(is_there)
+    assert busy.now == 1e-3
+
+
+def use(busy, seconds, *, work=0.1e-3):
+    """A program that works for a moment and then looks for a message, which has come by the next
+    look. Returns what share of its time others had."""
+    patient, lost, begun = Patience(0.5e-3), 0.0, busy.now
+    while busy.now < begun + seconds:
+        before = busy.now
+        patient.look(iter([False, True]).__next__)
+        lost += busy.now - before
+        busy.now += work
+        busy.used += work
+    return lost / (busy.now - begun)
+
+
+def is_looking():
+    nothing = Nothing()
+    Patience(1e-9).look(nothing)
+    return nothing.looks > 0
+
+
+def test_little_time_is_lost_to_programs_that_compute(monkeypatch):
+    busy = Busy(monkeypatch, turn=4e-3)
+    use(busy, 1.0)
+    assert use(busy, 60.0) < 0.04
+
+
+def test_who_loses_a_slice_now_and_then_keeps_looking(monkeypatch):
+    busy = Busy(monkeypatch, turn=4e-3)
+    assert use(busy, 10.0, work=40e-3) > 0.08
+
+
+def test_short_turns_of_others_are_no_loss(monkeypatch):
+    busy = Busy(monkeypatch, turn=1.4e-3)
+    assert use(busy, 10.0) > 0.9
+
+
+def test_the_interpreter_that_another_thread_had_is_not_lost_to_programs(monkeypatch):
+    busy = Busy(monkeypatch, turn=4e-3)
+    for _ in range(100):
+        answers = iter([False, True])
+
+        def is_there(answers=answers):
+            Patience(0.5e-3).look(lambda: True)  # as another thread would
+            return next(answers)
+
+        Patience(0.5e-3).look(is_there)
+    assert busy.now > 0.3
+    assert is_looking()
+
+
+def test_nor_that_which_a_thread_had_that_does_not_look(monkeypatch):
+    busy = Busy(monkeypatch, turn=4e-3)
+    monkeypatch.setattr(spinning, "_used", lambda: busy.now)
+    assert use(busy, 10.0) > 0.9
+
+
+def test_a_process_that_was_stopped_looks_again_at_once(monkeypatch):
+    busy = Busy(monkeypatch, turn=0.25)
+    for _ in range(3):
+        use(busy, 0.3)
+        assert is_looking()
+
+
+def test_a_retreat_is_that_of_the_whole_process(monkeypatch):
+    busy = Busy(monkeypatch, turn=4e-3)
+    use(busy, 0.03)
+    assert not is_looking()
+    busy.now += spinning._FIRST_RETREAT
+    assert is_looking()
+
+
+def test_retreats_are_short_again_when_the_programs_have_been_away(monkeypatch):
+    busy = Busy(monkeypatch, turn=4e-3)
+    use(busy, 60.0)
+    busy.now += spinning._LONGEST_RETREAT
+    assert is_looking()
+    busy.now += spinning._AGAIN * spinning._LONGEST_RETREAT
+    use(busy, 0.03)
+    assert not is_looking()
+    busy.now += spinning._FIRST_RETREAT
+    assert is_looking()
+
+
+def test_nobody_looks_without_a_window_or_a_second_processor(monkeypatch):
+    nothing = Nothing()
+    assert not Patience(0.0).look(nothing)
     monkeypatch.setattr(spinning, "_processors", lambda: 1)
-    assert not spins(Spinner(1.0))
+    assert not Patience(1.0).look(nothing)
+    assert nothing.looks == 0

@@ -124,6 +124,7 @@ class Lanes:
         peer.multiplex(seconds)  # it watches the lanes: without it a loss would not be noticed
         lane = peer.connect(Purpose.LANE, seconds)
         peer.add(lane)
+        lane.open_mailbox()
         return lane
 
     def open_within(self, seconds: float | None) -> tuple[Connection, float | None]:

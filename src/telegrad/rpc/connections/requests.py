@@ -306,9 +306,9 @@ class Requests:
             if descriptor < 0:
                 lane.set_timeout(None)
                 return self._receipt(lane, number)
-            is_there = lane.poll(patiently=True)
+            is_there = lane.has_more()
             while not is_there and interruption.wait_for(descriptor):
-                is_there = lane.poll()  # false for a part of a TLS record
+                is_there = lane.poll()  # if not, the frame only served to wake this thread
             if is_there:
                 return self._receipt(lane, number)
             lane.set_timeout(None)

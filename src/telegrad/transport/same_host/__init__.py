@@ -1,4 +1,4 @@
-"""Optional accelerators between processes of one host.
+"""What makes connections between processes of one host faster. All of it is optional.
 
-Doors: `shm`, `shared_buffers`, `spinning`.
+Doors: `shm`, `shared_buffers`, `mailbox`, `spinning`.
 """

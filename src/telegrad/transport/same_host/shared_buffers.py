@@ -1,8 +1,7 @@
-"""Which buffers of a connection's messages go through shared memory.
+"""The buffers of one connection's messages, as far as they go through shared memory.
 
-All connections between two processes use the same shared memory (`shm`). This file holds what
-belongs to one connection: the descriptors that arrive with its messages, and the segments that it
-has handed back.
+The memory is shared by two processes, over all connections between them. What belongs to a single
+connection is here: the descriptors that come with its messages, and what was handed back by it.
 """
 
 from __future__ import annotations
@@ -24,42 +23,33 @@ __all__ = ["ANCILLARY", "Placement", "SharedBuffers"]
 
 _MOST_DESCRIPTORS = 64  # in one message; the kernel's limit is 253
 ANCILLARY = socket.CMSG_SPACE(_MOST_DESCRIPTORS * array.array("i").itemsize)
-"""Bytes that a message's descriptors take."""
+"""How much room a message's descriptors take."""
 
 # Notes of a buffer:
 _NEW_SEGMENT = 1  # its segment's file descriptor comes with this frame
 _HANDED_BACK = 2  # its segment is the reader's own
 
-# Smaller buffers share a segment: on the socket each would take a system call, and a segment each
-# would take a descriptor at both ends. A tensor that is kept keeps all of its segment.
+# Those that are smaller lie in one segment together: each would take a system call of its own on
+# the socket, and a segment of its own takes a descriptor at both ends. A tensor that is kept keeps
+# all of its segment.
 _ALONE_FROM = 1 << 20
 _BUNDLE = 1 << 22
 
 
 class Placement:
-    """Where the buffers of one message go: into shared memory, or over the socket.
+    """Where the buffers of a message go: on the stream, unless they are shared."""
 
-    Args:
-        shared: the connection's, if it shares memory.
-    """
+    __slots__ = ("_announced", "_buffers", "_entries", "handed_back", "lent")
 
-    __slots__ = ("_announced", "_buffers", "_entries", "_shared", "handed_back", "lent")
-
-    def __init__(self, buffers: Sequence[memoryview], shared: SharedBuffers | None = None) -> None:
+    def __init__(self, buffers: Sequence[memoryview]) -> None:
         self._buffers = buffers
-        self._shared = shared
         self._entries = [(buffer.nbytes, 0, 0) for buffer in buffers]
         self._announced: list[tuple[int, int]] = []  # a buffer, and its segment's descriptor
         self.lent: list[int] = []
         self.handed_back: list[int] = []
 
-    def settle(self, *, was_sent: bool) -> None:
-        """To be called once the message has been sent, or sending it has failed."""
-        if self._shared is not None:
-            (self._shared.sent if was_sent else self._shared.not_sent)(self)
-
     def share(self, numbers: Sequence[int], placed: Placed) -> None:
-        """Records that the buffers of these numbers lie in a segment."""
+        """Buffers of these numbers lie in a segment."""
         note = 0
         if placed.is_handed_back:
             note = _HANDED_BACK
@@ -75,27 +65,27 @@ class Placement:
 
     @property
     def has_room(self) -> bool:
-        """Whether the message can carry another descriptor."""
+        """Whether there is room for another descriptor in the message."""
         return len(self._announced) < _MOST_DESCRIPTORS
 
     @property
     def table(self) -> bytes:
-        """What tells the reader where the buffers are."""
+        """Tells the reader."""
         return b"".join(itertools.starmap(BUFFER.pack, self._entries))
 
     @property
     def streamed(self) -> list[memoryview]:
-        """The buffers that follow on the stream."""
+        """Those that follow on the stream."""
         return [b for b, entry in zip(self._buffers, self._entries, strict=True) if not entry[1]]
 
     @property
     def descriptors(self) -> list[int]:
-        """The descriptors that go with the message."""
+        """To be passed with the message."""
         return [descriptor for _, descriptor in sorted(self._announced)]
 
 
 def _bundles(buffers: Sequence[memoryview]) -> Iterator[list[int]]:
-    """The numbers of the buffers that go into one segment, segment by segment."""
+    """The numbers of those that go into one segment."""
     bundle: list[int] = []
     size = 0
     for number, buffer in enumerate(buffers):
@@ -112,27 +102,27 @@ def _bundles(buffers: Sequence[memoryview]) -> Iterator[list[int]]:
 
 
 class SharedBuffers:
-    """The shared buffers of one connection.
-
+    """
     Args:
-        memory: what this process shares with the process at the other end.
+        memory: shared with the process at the other end.
     """
 
     def __init__(self, memory: MemorySharing) -> None:
         self._memory = memory
-        # The descriptors of each message that brought some. If this process has no descriptors
-        # left, the kernel drops all of a message, or the last of them.
+        # Of each message that came with some. Where there is none left for the program, the kernel
+        # drops those of a message, or the last of them.
         self._arrived: collections.deque[collections.deque[int]] = collections.deque()
-        self._of_message: collections.deque[int] | None = None  # of the one that is being read
-        # The unread rest of each segment of that message; None for one that cannot be mapped.
+        self._of_message: collections.deque[int] | None = None  # of that which is being read
+        # The segments of that message, from where on they have not been read; None for one that
+        # cannot be.
         self._unread: dict[int, memoryview | None] = {}
-        self._handed_back: list[int] = []  # segments that the other end may not have received yet
+        self._handed_back: list[int] = []  # what the other end may not have received yet
 
     def place(self, buffers: Sequence[memoryview]) -> Placement:
-        """Copies buffers into shared memory as long as there is room."""
+        """Copies buffers into shared memory, as far as there is room."""
         if self._handed_back:
             self._handed_back = self._memory.in_flight(self._handed_back)
-        placement = Placement(buffers, self)
+        placement = Placement(buffers)
         try:
             for numbers in _bundles(buffers):
                 if not placement.has_room:
@@ -146,18 +136,17 @@ class SharedBuffers:
         return placement
 
     def sent(self, placement: Placement) -> None:
-        """Records that the message was sent."""
+        """The message has left."""
         self._handed_back += placement.handed_back
 
     def not_sent(self, placement: Placement) -> None:
-        """Gives up the segments of a message that was not sent completely: the other end may or may
-        not know them."""
+        """It has not left whole: whether the other end has learnt of its segments is not known."""
         self._memory.abandon(placement.lent)
         self._memory.mislay(placement.handed_back)
 
     def received(self, length: int, segment: int, note: int, loans: list[Loan]) -> Any:
-        """A buffer that arrived in a segment, or None if this process has no descriptor or memory
-        for it. The loan of a lent segment is appended to `loans`.
+        """A buffer that has come in a segment; if that is lent, `loans` grow by it. None if there
+        is no descriptor or no memory for it here.
 
         Raises:
             ProtocolError: there is no such segment, or it is too small.
@@ -173,7 +162,7 @@ class SharedBuffers:
         return rest[:length]
 
     def _segment(self, segment: int, note: int, loans: list[Loan]) -> memoryview | None:
-        """A whole segment; None if it cannot be mapped."""
+        """All of a segment."""
         if note & _HANDED_BACK:
             return self._memory.take_back(segment)
         if note & _NEW_SEGMENT:
@@ -187,8 +176,8 @@ class SharedBuffers:
         return memory
 
     def keep_descriptors(self, ancillary: Sequence[tuple[int, int, bytes]]) -> None:
-        """Keeps the descriptors that arrived with a read, all of which belong to one message: the
-        kernel stops reading behind a message that has descriptors."""
+        """Takes what has come beside the bytes of the stream: the kernel reads no further than the
+        first message that has descriptors."""
         descriptors = array.array("i")
         for level, kind, data in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
@@ -196,11 +185,11 @@ class SharedBuffers:
         self._arrived.append(collections.deque(descriptors))
 
     def next_descriptor(self) -> int:
-        """The next descriptor of the message that is being read.
+        """The next of the message that is being read.
 
         Raises:
-            OSError: the kernel dropped it, because this process has none left.
-            ProtocolError: the message came without descriptors.
+            OSError: it was dropped on the way, for there was none left for this program.
+            ProtocolError: none has come.
         """
         if self._of_message is None:
             if not self._arrived:
@@ -211,7 +200,7 @@ class SharedBuffers:
         return self._of_message.popleft()
 
     def message_read(self) -> None:
-        """Ends the message: descriptors that follow belong to the next one."""
+        """The descriptors that follow are another's."""
         self._unread.clear()
         if self._of_message is not None:
             _close_all(self._of_message)

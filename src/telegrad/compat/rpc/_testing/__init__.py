@@ -114,8 +114,8 @@ class _Connection(FaultyConnection):
         if flags & Flags.NO_ANSWER:
             self._owed.append(Frame(Kind.RECEIPT, 0, call_id, -1, -1, b""))
 
-    def poll(self, *, patiently: bool = False) -> bool:
-        return bool(self._owed) or super().poll(patiently=patiently)
+    def poll(self) -> bool:
+        return bool(self._owed) or super().poll()
 
     def receive(self) -> Frame:
         return self._owed.popleft() if self._owed else super().receive()
