@@ -117,6 +117,8 @@ class _MeteredConnection(WrappedConnection):
         # What is called often and not counted, without a step in between.
         self.poll = connection.poll  # type: ignore[method-assign]
         self.has_more = connection.has_more  # type: ignore[method-assign]
+        self.glance = connection.glance  # type: ignore[method-assign]
+        self.rest = connection.rest  # type: ignore[method-assign]
         self.set_timeout = connection.set_timeout  # type: ignore[method-assign]
 
     def send(
@@ -142,6 +144,12 @@ class _MeteredConnection(WrappedConnection):
     def receive(self) -> Frame:
         frame = super().receive()
         self._count(frame)
+        return frame
+
+    def receive_now(self) -> Frame | None:
+        frame = super().receive_now()
+        if frame is not None:
+            self._count(frame)
         return frame
 
     def _count(self, frame: Frame) -> None:

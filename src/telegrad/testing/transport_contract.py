@@ -14,12 +14,15 @@ from __future__ import annotations
 
 import contextlib
 import random
+import select
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from telegrad.transport.base import Connection, ConnectionClosed, Transport, TransportTimeout
+from telegrad.transport.same_host.processors import UNKNOWN
 from telegrad.wire.frames import Frame, Kind, Limits
 from telegrad.wire.tensor_table.memory import BufferPool
 
@@ -283,6 +286,64 @@ class TransportContract:
             assert not b.poll()
             assert not a.poll()
 
+    def test_receive_now_does_not_wait(self) -> None:
+        with self.ends() as (a, b):
+            assert b.receive_now() is None
+            assert not b.glance()
+            for length in (0, 10, 5_000):
+                a.send(Kind.CALL, call_id=length, body=[b"x" * length])
+                frame = _next_of_many(b)
+                assert (frame.call_id, len(frame.body)) == (length, length)
+                assert b.receive_now() is None
+
+    def test_telling_where_one_serves_from_disturbs_nothing(self) -> None:
+        with self.ends() as (a, b):
+            for processor in (0, 1, UNKNOWN):
+                b.serve_from(processor)
+                a.send(Kind.PING, call_id=processor + 1)
+                b.set_timeout(PATIENCE)
+                assert b.receive().call_id == processor + 1
+                assert not a.poll()
+
+    def test_receive_now_leaves_what_has_not_come_whole(self) -> None:
+        with self.ends() as (a, b):
+            content = _bytes(3 * _MB)
+            sending = Background(
+                lambda: a.send(Kind.CALL, call_id=7, body=[content], buffers=_views([content]))
+            )
+            assert _comes(b)
+            frame = b.receive_now() or b.receive()  # some transports have it whole at once
+            sending.result()
+            assert (frame.call_id, frame.body) == (7, content)
+            assert _plain(frame.buffers) == [content]
+
+    def test_whoever_looks_at_many_gets_all_in_order(self) -> None:
+        with self.ends() as (a, b):
+            chance = random.Random(5)
+            lengths = [chance.choice((0, 1, 100, 3_000, 5_000, 40_000)) for _ in range(300)]
+            turns = [chance.random() < 0.5 for _ in lengths]  # after which the sender waits
+
+            def send() -> None:
+                for number, (length, waits) in enumerate(zip(lengths, turns, strict=True)):
+                    a.send(Kind.CALL, int(waits), number, body=[b"x" * length])
+                    if waits:
+                        assert a.receive().call_id == number
+
+            sending = Background(send)
+            for number, length in enumerate(lengths):
+                frame = _next_of_many(b)
+                assert (frame.call_id, len(frame.body)) == (number, length)
+                if frame.flags:
+                    b.send(Kind.REPLY, call_id=number)
+            sending.result()
+
+    def test_the_end_shows_to_whoever_looks_at_many(self) -> None:
+        with self.ends() as (a, b):
+            assert b.receive_now() is None
+            a.interrupt()
+            with _raises(ConnectionClosed):
+                _next_of_many(b)
+
     def test_receive_ends_at_its_timeout_and_the_connection_lives_on(self) -> None:
         with self.ends() as (a, b):
             b.set_timeout(0.02)
@@ -414,3 +475,22 @@ def _comes(connection: Connection) -> bool:
             return True
         waiting.wait(PATIENCE / 1000)
     return False
+
+
+def _next_of_many(connection: Connection) -> Frame:
+    """Waits as a thread does that looks at many connections: at the descriptor, after a rest."""
+    end = time.monotonic() + PATIENCE
+    while time.monotonic() < end:
+        frame = connection.receive_now()
+        if frame is not None:
+            return frame
+        if connection.poll():
+            return connection.receive()  # a part of it is here
+        if connection.glance() or not connection.rest():
+            continue
+        descriptor = connection.fileno()
+        if descriptor >= 0:
+            poller = select.poll()
+            poller.register(descriptor, select.POLLIN)
+            assert poller.poll(PATIENCE * 1000), "nothing showed at the descriptor"
+    raise AssertionError(f"nothing came within {PATIENCE} seconds")

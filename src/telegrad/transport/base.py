@@ -166,6 +166,21 @@ class Connection(Protocol):
     def fileno(self) -> int:
         """A descriptor that becomes readable when something comes; -1 if there is none."""
 
+    def receive_now(self) -> Frame | None:
+        """The next message, if all of it is here; does not wait. Whoever has called it looks for
+        the next one with `glance` too, until `rest`: not all that comes shows at the descriptor."""
+
+    def glance(self) -> bool:
+        """Whether something is here that does not show at the descriptor; no system call."""
+
+    def rest(self) -> bool:
+        """From now on everything that comes shows at the descriptor; False if something is here
+        already that does not."""
+
+    def serve_from(self, processor: int) -> None:
+        """Tells the other end from which processor it is served together with many others, so
+        that it can wait on another one (`processors`); `UNKNOWN` when that is over."""
+
     def set_timeout(self, seconds: float | None, until: float | None = None) -> None:
         """How long `send` and `receive` wait for the peer; None is for ever.
 

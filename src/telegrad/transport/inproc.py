@@ -122,6 +122,18 @@ class InprocConnection:
     def fileno(self) -> int:
         return -1
 
+    def receive_now(self) -> Frame | None:
+        return self.receive() if self.poll() else None
+
+    def glance(self) -> bool:
+        return self.poll()
+
+    def rest(self) -> bool:
+        return not self.poll()
+
+    def serve_from(self, processor: int) -> None:
+        pass  # the other end is in the same process
+
     def set_timeout(self, seconds: float | None, until: float | None = None) -> None:
         self._timeout = seconds
 

@@ -18,7 +18,7 @@ from telegrad.transport.base import ConnectionClosed, MemorySharing, TransportTi
 from telegrad.transport.same_host.mailbox import FOR_SLEEPER, NOT_PUT, Mailbox
 from telegrad.transport.same_host.mailbox import is_available as has_mailboxes
 from telegrad.transport.same_host.shared_buffers import Placement, SharedBuffers
-from telegrad.transport.socket_bytes import JOINED_UP_TO, SocketBytes, is_ready
+from telegrad.transport.socket_bytes import JOINED_UP_TO, READ_AHEAD, SocketBytes, is_ready
 from telegrad.wire.frames import (
     BUFFER,
     HEADER,
@@ -150,6 +150,63 @@ class SocketConnection(SocketBytes):
             if frame is not None:
                 return frame
 
+    def receive_now(self) -> Frame | None:
+        mailbox = self._mailbox
+        if mailbox is not None:
+            if mailbox.is_asleep:
+                mailbox.wake_up()
+            message = mailbox.take(self._frames_read)
+            if message is not None:
+                self.reads += 1
+                return whole_frame(message, self._limits)
+        while self._has_whole_frame():
+            mailbox = self._mailbox  # asked after the socket: what was put in before comes before
+            message = None if mailbox is None else mailbox.take(self._frames_read)
+            if message is not None:
+                self.reads += 1
+                return whole_frame(message, self._limits)
+            frame = self._read_frame()
+            if frame is not None:
+                return frame
+        return None
+
+    def glance(self) -> bool:
+        return self._end > self._start or (self._mailbox is not None and self._mailbox.has_new())
+
+    def rest(self) -> bool:
+        if self._end > self._start:
+            return False
+        return self._mailbox is None or self._mailbox.fall_asleep()
+
+    def serve_from(self, processor: int) -> None:
+        if self._mailbox is not None:
+            self._mailbox.serve_from(processor)
+
+    def _has_whole_frame(self) -> bool:
+        """Whether a frame is ahead to its end; reads what is there, without waiting."""
+        if self._is_whole_frame_ahead():
+            return True
+        if self._start == self._end:
+            self._start = self._end = 0
+        if self._end < READ_AHEAD:
+            count = self._try_read(self._ahead[self._end :])
+            if count < 0:
+                self._read_into(self._ahead[self._end :])  # raises what is the matter
+            self._end += max(0, count)
+        return self._is_whole_frame_ahead()
+
+    def _is_whole_frame_ahead(self) -> bool:
+        here = self._end - self._start
+        if here < HEADER.size:
+            return False
+        _, _, buffer_count, _, _, _, length = unpack_header(self._ahead, self._start, self._limits)
+        needed: int = HEADER.size + buffer_count * BUFFER.size + length
+        if buffer_count and here >= needed:
+            table = self._start + HEADER.size
+            entries = self._ahead[table : table + buffer_count * BUFFER.size]
+            needed += sum(size for size, segment, _ in BUFFER.iter_unpack(entries) if not segment)
+        return here >= needed
+
     def _read_frame(self) -> Frame | None:
         """The frame whose header is ahead; None if it was meant for the connection itself."""
         kind, flags, buffer_count, call_id, context_id, message_id, length = unpack_header(
@@ -247,6 +304,8 @@ class SocketConnection(SocketBytes):
         self._looks += 1
         if self._looks & 7:
             return False
+        if mailbox is not None:
+            mailbox.make_way()
         return bool(self._is_readable())
 
     def open_mailbox(self) -> None:

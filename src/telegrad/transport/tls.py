@@ -175,6 +175,12 @@ class TlsConnection(SocketConnection):
     def has_more(self) -> bool:
         return self._socket.pending() > 0 or super().has_more()
 
+    def glance(self) -> bool:
+        return super().glance() or self._socket.pending() > 0
+
+    def rest(self) -> bool:
+        return not self._socket.pending() and super().rest()
+
     def set_timeout(self, seconds: float | None, until: float | None = None) -> None:
         self._timeout, self._until = seconds, until
 

@@ -111,6 +111,18 @@ class WrappedConnection:
     def fileno(self) -> int:
         return self._connection.fileno()
 
+    def receive_now(self) -> Frame | None:
+        return self._connection.receive_now()
+
+    def glance(self) -> bool:
+        return self._connection.glance()
+
+    def rest(self) -> bool:
+        return self._connection.rest()
+
+    def serve_from(self, processor: int) -> None:
+        self._connection.serve_from(processor)
+
     def set_timeout(self, seconds: float | None, until: float | None = None) -> None:
         self._connection.set_timeout(seconds, until)
 

@@ -483,3 +483,20 @@ def test_a_value_that_is_a_future_is_not_taken_for_what_it_holds():
     for _ in range(2):
         with pytest.raises(SerializationError, match="Future"):
             rref.to_here()
+
+
+def has_called_after(how, rref):
+    if how == "sync":
+        rpc.rpc_sync("worker0", add, (1, 1))
+    elif how == "async":
+        rpc.rpc_async("worker0", add, (1, 1)).wait()
+    elif how == "fetch":
+        rref.to_here()
+    return current().agent.service.has_called()
+
+
+def test_a_worker_knows_whether_a_function_has_called_others():
+    rref = rpc.RRef(1)
+    ways = ("sync", "nothing", "async", "fetch", "nothing")
+    called = [rpc.rpc_sync("worker1", has_called_after, (how, rref)) for how in ways]
+    assert called == [True, False, True, True, False]

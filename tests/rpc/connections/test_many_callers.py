@@ -5,22 +5,43 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 
 import pytest
 import torch
+from hosting import hosted, invite_at
 
 from telegrad import autograd, rpc
 from telegrad.errors import WorkerLost
 from telegrad.testing.cluster import cluster
 
 PATIENCE = 30.0
+SOON = 2.0
 
 gate = threading.Event()
+to_block = []  # for each entry, one call of `work_or_wait` waits for the gate
+blocked = []
 
 
 def work(number):
     """Short, but long enough to be in the way of others."""
     return number + sum(range(2000)) * 0
+
+
+def work_or_wait(number):
+    if to_block and threading.current_thread().name.endswith("-host"):
+        to_block.pop()
+        blocked.append(number)
+        assert gate.wait(PATIENCE)
+    return work(number)
+
+
+def block_one():
+    to_block.append(None)
+
+
+def is_one_blocked():
+    return bool(blocked)
 
 
 def open_gate():
@@ -43,6 +64,7 @@ class Callers:
     def __init__(self, count, function):
         self._stop = threading.Event()
         self.errors = []
+        self.calls = 0
         self._threads = [threading.Thread(target=self._run, args=(function,)) for _ in range(count)]
 
     def _run(self, function):
@@ -51,6 +73,7 @@ class Callers:
             while not self._stop.is_set():
                 assert rpc.rpc_sync("worker1", function, (number,)) == number
                 number += 1
+                self.calls += 1
         except Exception as error:
             self.errors.append(error)
 
@@ -66,12 +89,41 @@ class Callers:
             assert not thread.is_alive()
 
 
+def wait_until_hosted(count, source=0):
+    invite_at(["worker1"])
+    end = time.monotonic() + PATIENCE
+    while rpc.rpc_sync("worker1", hosted).count(source) < count:
+        assert time.monotonic() < end, "lanes did not move to the host"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("options", [{}, {"busy_wait": 0.0}, {"transport": "tcp"}], ids=str)
+def test_lanes_of_many_callers_are_served_by_one_thread(options):
+    with cluster(2, **options), Callers(6, work) as callers:
+        wait_until_hosted(4)
+    assert not callers.errors
+
+
+def test_a_function_that_blocks_all_of_a_sudden_is_soon_set_free():
+    with cluster(2), Callers(4, work_or_wait) as callers:
+        wait_until_hosted(3)
+        rpc.rpc_sync("worker1", block_one)
+        begun = time.monotonic()
+        while not rpc.rpc_sync("worker1", is_one_blocked):
+            assert time.monotonic() - begun < PATIENCE
+        before, begun = callers.calls, time.monotonic()
+        while callers.calls < before + 100:  # the others go on
+            assert time.monotonic() - begun < SOON
+        rpc.rpc_sync("worker1", open_gate)
+    assert not callers.errors
+
+
 def test_one_of_the_callers_is_killed():
     with cluster(4) as group:
         victim = rpc.rpc_sync("worker2", pid)
         others = [rpc.rpc_async(f"worker{n}", call_until_gate_opens) for n in (2, 3)]
         with Callers(2, work) as callers:
-            assert rpc.rpc_sync("worker1", work, (1,)) == 1
+            wait_until_hosted(1, source=2)
             group._expected_dead.add("worker2")
             os.kill(victim, signal.SIGKILL)
             with pytest.raises(WorkerLost):

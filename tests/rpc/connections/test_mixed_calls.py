@@ -1,4 +1,4 @@
-"""All kinds of calls at once, between all workers."""
+"""All kinds of calls at once, between all workers, served by hosts wherever that is possible."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ import time
 
 import pytest
 import torch
+from hosting import CHANGED, invite_at
 
 from telegrad import autograd, rpc
 from telegrad.errors import RpcTimeout
+from telegrad.rpc.connections import lane_server
 from telegrad.testing.cluster import cluster
 
 SIZE = 3
 THREADS = 4
 CALLS = 300
 SOON = 10.0
+OFTEN = {"_BUSY": 0.2, "_TERM": 0.3}
 
 weight = torch.full((16, 16), 0.1, requires_grad=True)
 
@@ -137,9 +140,17 @@ def make_calls(seed):
     return errors, longest[0]
 
 
+@pytest.fixture
+def inviting(monkeypatch):
+    """At this worker; and the host gives up often."""
+    for name, value in {**CHANGED, **OFTEN}.items():
+        monkeypatch.setattr(lane_server, name, value)
+
+
 @pytest.mark.parametrize("options", [{}, {"busy_wait": 0.0}, {"transport": "tcp"}], ids=str)
-def test_all_kinds_of_calls_at_once(options):
+def test_all_kinds_of_calls_at_once(inviting, options):
     with cluster(SIZE, **options):
+        invite_at([f"worker{n}" for n in range(1, SIZE)], **OFTEN)
         others = [rpc.rpc_async(f"worker{n}", make_calls, (n,)) for n in range(1, SIZE)]
         for errors, longest in [make_calls(0), *(other.wait() for other in others)]:
             assert errors == []

@@ -18,7 +18,7 @@ from memory_pair import few_descriptors
 from telegrad.errors import ProtocolError
 from telegrad.testing.transport_contract import joined
 from telegrad.transport.base import ConnectionClosed, TransportTimeout
-from telegrad.transport.same_host import mailbox
+from telegrad.transport.same_host import mailbox, processors, spinning
 from telegrad.transport.same_host.mailbox import FOR_SLEEPER, NOT_PUT, ROOM, SEEN, Mailbox
 from telegrad.transport.same_host.shm import SharedMemory
 from telegrad.transport.sockets import UnixTransport
@@ -62,6 +62,53 @@ def test_a_message_is_taken_once_and_then_there_is_room_for_the_next(ends):
         assert reader.take(0) is None
         assert sender.put(b"", 0)
         assert reader.take(0) == b""
+
+
+def test_who_waits_makes_way_where_the_other_serves_many_from(ends, monkeypatch):
+    left = []
+    monkeypatch.setattr(processors, "here", lambda: 3)
+    monkeypatch.setattr(processors, "leave", left.append)
+    for host, caller in (ends, ends[::-1]):
+        caller.make_way()
+        host.serve_from(2)
+        caller.make_way()
+        assert not left
+        host.serve_from(3)
+        host.make_way()  # it is the caller that moves
+        assert not left
+        caller.make_way()
+        assert left.pop() == 3
+        host.serve_from(processors.UNKNOWN)
+        caller.make_way()
+        assert not left
+
+
+def test_nobody_makes_way_on_a_system_that_does_not_tell_processors(ends, monkeypatch):
+    monkeypatch.setattr(processors, "here", lambda: processors.UNKNOWN)
+    monkeypatch.setattr(processors, "leave", lambda processor: pytest.fail("it moved"))
+    host, caller = ends
+    host.serve_from(processors.here())
+    caller.make_way()
+
+
+def test_a_connection_that_looks_makes_way_and_gets_its_message(monkeypatch):
+    left = threading.Event()
+    # It looks also where other programs compute.
+    monkeypatch.setattr(spinning, "_retreat", spinning._Retreat())
+    monkeypatch.setattr(spinning._Retreat, "is_due", lambda *times: False)
+    monkeypatch.setattr(processors, "here", lambda: 1)
+    monkeypatch.setattr(processors, "leave", lambda processor: left.set())
+    with connections(busy_wait=20.0) as (caller, host):
+        caller.send(Kind.PING)
+        host.receive()  # the mailbox is open at both ends
+        host.serve_from(1)
+        got = []
+        thread = threading.Thread(target=lambda: got.append(caller.receive().call_id))
+        thread.start()
+        assert left.wait(20)
+        host.send(Kind.PONG, call_id=7)
+        thread.join(20)
+        assert got == [7]
 
 
 def test_what_does_not_fit_goes_elsewhere(ends):
@@ -193,7 +240,7 @@ def test_a_second_mailbox_is_refused():
     with connections() as (one, other):
         one.open_mailbox()
         with pytest.raises(ProtocolError, match="not agreed on"):
-            other.receive()
+            other.receive_now()
 
 
 @pytest.mark.parametrize("why", ["nobody looks", "no memory is shared", "processor", "descriptors"])
@@ -236,15 +283,15 @@ def test_messages_before_it_was_opened_do_not_count():
             end.share_memory(memory)
         for number in range(3):
             one.send(Kind.CALL, call_id=number)
-            assert other.receive().call_id == number
+            assert other.receive_now().call_id == number
             other.send(Kind.REPLY, call_id=number)
-            assert one.receive().call_id == number
+            assert one.receive_now().call_id == number
         one.open_mailbox()
         for number in range(3):
             one.send(Kind.CALL, call_id=number)
-            assert other.receive().call_id == number
+            assert other.receive_now().call_id == number
             other.send(Kind.REPLY, call_id=number)
-            assert one.receive().call_id == number
+            assert one.receive_now().call_id == number
         for memory in memories:
             memory.close()
 
@@ -253,8 +300,9 @@ def test_polling_sees_what_is_in_it_and_what_has_begun_to_come():
     with connections() as (one, other):
         one.send(Kind.PING)
         assert other.receive().kind is Kind.PING
-        one._mailbox.wake_up()
+        assert one.receive_now() is None  # from now on it looks
         other.send(Kind.PONG)
+        assert one.glance()
         assert one.poll()
         assert one.receive().kind is Kind.PONG
         frame = pack_header(Kind.ERROR, 0, 0, 0, -1, -1, 0)
@@ -268,17 +316,31 @@ def test_polling_sees_what_is_in_it_and_what_has_begun_to_come():
 @pytest.mark.parametrize("large", [{"body": [bytes(5000)]}, {"buffers": [memoryview(bytes(100))]}])
 def test_it_does_not_overtake_what_went_by_the_socket(large):
     with connections() as (one, other):
-        one.send(Kind.PING)
-        assert other.receive().kind is Kind.PING
-        other._mailbox.wake_up()  # from now on it looks
+        assert other.receive_now() is None  # from now on it looks
         for number in range(3):
             one.send(Kind.CALL, call_id=2 * number, **large)
             one.send(Kind.CALL, call_id=2 * number + 1)
-            assert other.poll()
+            assert other.glance()
             before = other.reads
-            assert other.receive().call_id == 2 * number
-            assert other.receive().call_id == 2 * number + 1
+            assert other.receive_now().call_id == 2 * number
+            assert other.receive_now().call_id == 2 * number + 1
             assert other.reads > before + 1
+
+
+def test_whoever_rests_gets_everything_by_the_socket():
+    with connections() as (one, other):
+        assert other.receive_now() is None
+        one.send(Kind.PING)
+        assert not other.rest()
+        assert other.receive_now().kind is Kind.PING
+        assert other.rest()
+        one.send(Kind.PONG)
+        assert not other.glance()
+        assert other.poll()
+        assert other.receive_now().kind is Kind.PONG
+        one.send(Kind.PING)
+        assert other.glance()  # who looks is awake again
+        assert other.receive_now().kind is Kind.PING
 
 
 def test_whoever_sends_while_another_thread_closes_is_told_so():
@@ -299,7 +361,7 @@ def test_a_frame_that_comes_too_late_to_wake_anybody_is_no_message():
         assert not one.poll()
         assert not one.has_more()
         other.send(Kind.PONG)
-        assert one._mailbox.is_asleep  # whoever has looked in vain waits for the socket
+        assert not one.glance()  # whoever has looked in vain waits for the socket
         assert one.poll()
         assert one.has_more()
         assert one.receive().kind is Kind.PONG

@@ -149,6 +149,7 @@ class PlainEngine:
             return self.call_async(to, func, args, kwargs, timeout=timeout, residents=residents)()
         sent = pack(self, to, func, args, kwargs, residents, stays=False)
         agent = self.agent
+        agent.service.thread.has_called = True
         try:
             frame = agent.network.members.peer(to).requests.exchange(
                 Kind.PLAIN_CALL,

@@ -87,6 +87,8 @@ class Agent:
             directory,
             self.service.serve,
             self.service.function_in,
+            self.service.name_of,
+            self.service.has_called,
             partial(self._begin_thread, on_thread_start),
         )
         for kind in (Kind.REPLY, Kind.ERROR):
@@ -121,6 +123,7 @@ class Agent:
         """Runs `func` on worker `to`; returns its result, or raises its exception."""
         if to == self.info.id:
             return self.call_async(to, func, args, kwargs, timeout).wait()
+        self._thread.has_called = True
         peer = self.network.members.peer(to)
         head, encoded, context, message = self.pack_call(to, func, args, kwargs)
         seconds = self.rpc_timeout if timeout is None else timeout
@@ -167,6 +170,7 @@ class Agent:
         """
         if to == self.info.id or self.network.members.peer(to).requests.has_many_begun:
             return self.call_async(to, func, args, timeout=0).wait
+        self._thread.has_called = True
         head, encoded, _, _ = self.pack_call(to, func, args, None)
         if encoded.references is not None:
             encoded.references.leave()
@@ -182,6 +186,7 @@ class Agent:
         peer = None if to == self.info.id else self.network.members.peer(to)
         if peer is None or peer.requests.has_many_begun:
             return None
+        self._thread.has_called = True
         encoded = self.codec.encode(body, to)
         what = partial(describe_message, kind)
         flags = self._thread.depth
@@ -326,6 +331,7 @@ class Agent:
             self.post(to, kind, body)
             meanwhile()
             return []
+        self._thread.has_called = True
         encoded = self.codec.encode(body, to)
         receipt = self._living_peer(to, kind).requests.converse(
             kind,
@@ -368,6 +374,7 @@ class Agent:
         self, to: int, kind: Kind, body: Any, timeout: float | None, what: Callable[[], str]
     ) -> Any:
         """A request on the synchronous path, in this thread's context."""
+        self._thread.has_called = True
         encoded = self.codec.encode(body, to)
         context, message = self._record(to, encoded)
         seconds = self.rpc_timeout if timeout is None else timeout

@@ -193,6 +193,7 @@ class AsyncCalls:
         """Sends a call's request. `call` is settled by its reply, by its timeout, or by the loss of
         its worker."""
         agent, thread = self._agent, self._agent.service.thread
+        thread.has_called = True
         flags = thread.depth if is_grad_enabled() else thread.depth | Flags.NO_GRAD
         seconds = agent.rpc_timeout if timeout is None else timeout
         call.seconds = seconds

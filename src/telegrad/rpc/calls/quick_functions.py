@@ -11,6 +11,8 @@ blocks the reading thread, another one takes over reading (see
 
 from __future__ import annotations
 
+import math
+
 __all__ = ["QuickFunctions"]
 
 _TRUSTED = 3
@@ -25,18 +27,21 @@ class QuickFunctions:
     Args:
         limit: a run below so many seconds is quick.
         blocked: a run above so many seconds must have waited for something.
+        relapse: how many more quick runs it takes until a function is trusted for a second time.
     """
 
-    def __init__(self, limit: float = 150e-6, blocked: float = 5e-3) -> None:
+    def __init__(self, limit: float = 150e-6, blocked: float = 5e-3, relapse: int = 0) -> None:
         self._limit = limit
         self._blocked = blocked
+        self._relapse = relapse
         self._scores: dict[bytes, int] = {}
 
     def is_quick(self, name: bytes) -> bool:
         return self._scores.get(name, 0) >= _TRUSTED
 
     def ran(self, name: bytes, seconds: float) -> None:
-        """Notes how long a run took, with unpacking its arguments and answering."""
+        """Notes how long a run took, with unpacking its arguments and answering; infinite for a
+        function that is sure to block."""
         score = self._scores.get(name)
         if score is None:
             if not name or len(self._scores) >= _MOST_NAMES:
@@ -45,8 +50,11 @@ class QuickFunctions:
         if seconds < self._limit:
             score = min(score + 1, _MOST_TRUSTED)
         elif seconds < self._blocked:
+            was_trusted = score >= _TRUSTED
             score = max(score - 2, 0) if score > 0 else score
-        elif 0 <= score < _TRUSTED:
+            if was_trusted and score < _TRUSTED:
+                score -= self._relapse
+        elif 0 <= score < _TRUSTED and seconds < math.inf:
             score = 0
         else:
             score = _PENANCE

@@ -96,6 +96,7 @@ class Service:
 
     def serve(self, source: int, frame: Frame, send: Send) -> None:
         """Runs an incoming message, and answers it, or defers the answer to a future."""
+        self.thread.has_called = False
         depth = frame.flags & Flags.DEPTH
         if depth:
             frame.flags &= ~Flags.DEPTH
@@ -177,6 +178,16 @@ class Service:
             _log.exception("and so did the handler of that failure")
         if source != self._info.id:
             self._peer_of(source).lose(f"its {kind.name} message could not be handled: {error}")
+
+    def has_called(self) -> bool:
+        """Whether what this thread has served last has called other workers."""
+        return self.thread.has_called
+
+    def name_of(self, frame: Frame) -> bytes:
+        """What a message asks for: the function that it calls, or else its kind."""
+        if frame.kind is not Kind.CALL and frame.kind not in self._call_offsets:
+            return b"\0%d" % frame.kind
+        return self.function_in(frame)
 
     def function_in(self, frame: Frame) -> bytes:
         """The name of the function that a message calls; empty if it has no name, or there is no
@@ -408,6 +419,8 @@ class _Thread(threading.local):
     """What one thread does."""
 
     conversation: Conversation | None = None
+    has_called = False
+    """It has called other workers since it began to serve a message, and may have waited."""
     depth = 0
     """The depth of its calls, as in `Flags.DEPTH`: 0 unless it serves a call."""
     source = -1

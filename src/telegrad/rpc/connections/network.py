@@ -18,7 +18,7 @@ from telegrad.errors import AuthenticationError, ProtocolError, TelegradError, W
 from telegrad.rpc.calls.quick_functions import QuickFunctions
 from telegrad.rpc.connections.acceptor import Acceptor
 from telegrad.rpc.connections.clock import Clock
-from telegrad.rpc.connections.lane_server import Serve, serve_lane
+from telegrad.rpc.connections.lane_server import Reception
 from telegrad.rpc.connections.liveness import DeclareLost
 from telegrad.rpc.connections.multiplex import Multiplex
 from telegrad.rpc.connections.peer import Peer
@@ -47,6 +47,8 @@ _FAILURES_TO_CONNECT = (ConnectionClosed, TransportTimeout, AuthenticationError,
 Send = Callable[..., None]
 """`Connection.send` of the connection that a message came on."""
 
+Serve = Callable[[int, Frame, Send], None]
+
 _OWN_THREADS = 4  # for messages other than calls
 _MOST_THREADS = 64  # for blocked calls of one depth; or four times the usual number
 _TRIM_SECONDS = 1.0
@@ -60,6 +62,8 @@ class Network:
     Args:
         serve: runs a message from worker `source`. It may block its thread.
         function_in: the name of the function that a message calls, or empty.
+        name_of: what a message asks for.
+        has_called: whether the last request that this thread served has called other workers.
         on_thread_start: runs first in each thread that is started here.
     """
 
@@ -72,6 +76,8 @@ class Network:
         directory: Directory,
         serve: Serve,
         function_in: Callable[[Frame], bytes],
+        name_of: Callable[[Frame], bytes],
+        has_called: Callable[[], bool],
         on_thread_start: Callable[[], None],
     ) -> None:
         self.info = info
@@ -90,6 +96,9 @@ class Network:
         threads = options.num_worker_threads
         most = max(_MOST_THREADS, 4 * threads)
         self.calls = CallPools(info.name, threads, on_thread_start, most)
+        self._reception = Reception(
+            serve, name_of, has_called, options.busy_wait, partial(self._spawn, "host")
+        )
         self.members = Members(info, directory, self._new_peer)
         self._loss_watchers: list[Callable[[int, str], None]] = []
         self.given_up: dict[int, str] = {}
@@ -320,7 +329,7 @@ class Network:
 
     def _serve_lane(self, peer: Peer, lane: Connection) -> None:
         try:
-            serve_lane(peer.info.id, lane, peer.begun, self._serve_now)
+            self._reception.serve_lane(peer.info.id, lane, peer.begun)
         except (ConnectionClosed, TransportTimeout):
             pass  # the caller gave up, left or died; the multiplex knows which
         except ProtocolError as error:
@@ -328,9 +337,6 @@ class Network:
         finally:
             peer.remove(lane)
             lane.close()
-
-    def _serve_now(self, source: int, frame: Frame, send: Send) -> None:
-        self._serve(source, frame, send)  # looked up for each request: see `hold_requests`
 
     def _new_multiplex(self, peer: Peer, connection: Connection) -> Multiplex:
         return Multiplex(
@@ -415,6 +421,7 @@ class Network:
         senders = sum(peer.waiting_senders for peer in self.members.peers())
         self.work.tick(senders)
         self.calls.tick(senders)
+        self._reception.tick(now)
         self._acceptor.tick(now)
         trims = now - self._trimmed_at > _TRIM_SECONDS
         for peer in self.members.peers():
@@ -435,6 +442,7 @@ class Network:
             self._is_over.wait()
 
         self._serve = hold
+        self._reception.serve_by(hold)
 
     def fall_silent(self) -> None:
         """Answers nothing from now on, pings included; peers notice the end of the process, or the
@@ -458,6 +466,7 @@ class Network:
         peers = self.members.peers()
         for peer in peers:
             peer.close(goodbye_until=goodbye_until)
+        self._reception.close()
         deadline = time.monotonic() + patience
         self.calls.drain(timeout=patience)
         self.work.drain(timeout=max(0.0, deadline - time.monotonic()))

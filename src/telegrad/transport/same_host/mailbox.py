@@ -13,6 +13,7 @@ word        writer
 SENT        sender  how many messages it has put in; written last, after the message itself
 LENGTH      sender  of the message
 AFTER       sender  how many frames it had sent by the socket before
+PROCESSOR   sender  the one it serves many from, plus one; else 0 (`processors`)
 TAKEN       reader  how many messages it has taken out
 IS_ASLEEP   reader  it waits for the socket, and does not look here
 ==========  ======  ========================================================================
@@ -37,12 +38,13 @@ import threading
 from typing import Final
 
 from telegrad.errors import ProtocolError
+from telegrad.transport.same_host import processors
 from telegrad.transport.same_host.shm import map_sealed, sealed_memory
 
 __all__ = ["FOR_SLEEPER", "NOT_PUT", "ROOM", "SEEN", "Mailbox", "is_available"]
 
 _HALF = 1 << 14
-_SENT, _LENGTH, _AFTER = 0, 1, 2
+_SENT, _LENGTH, _AFTER, _PROCESSOR = 0, 1, 2, 3
 _TAKEN, _IS_ASLEEP = 8, 9  # on a cache line of their own: another process writes them
 _DATA = 128
 ROOM = _HALF - _DATA
@@ -174,6 +176,16 @@ class Mailbox:
         """This end looks here again."""
         self.is_asleep = False
         self._in_words[_IS_ASLEEP] = 0
+
+    def serve_from(self, processor: int) -> None:
+        """Tells the other end on which processor this one serves many; `UNKNOWN` if it does not."""
+        self._out_words[_PROCESSOR] = processor + 1
+
+    def make_way(self) -> None:
+        """Moves this thread off the processor that the other end serves many from."""
+        told = self._in_words[_PROCESSOR]
+        if told and told == processors.here() + 1:
+            processors.leave(told - 1)
 
     def close(self) -> None:
         for view in (self._out_words, self._in_words, self._out, self._in):

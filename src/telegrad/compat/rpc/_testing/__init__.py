@@ -120,6 +120,9 @@ class _Connection(FaultyConnection):
     def receive(self) -> Frame:
         return self._owed.popleft() if self._owed else super().receive()
 
+    def receive_now(self) -> Frame | None:
+        return self._owed.popleft() if self._owed else super().receive_now()
+
 
 def _names(kind: Kind, body: bytes) -> tuple[str, ...]:
     if kind is Kind.CALL:
