@@ -1,24 +1,22 @@
 """Serving the lanes that others have opened to this worker.
 
-Each lane has a thread of its own, which waits for requests, runs them and answers: a function may
-block, and nobody else has to wait. But when several workers call short functions all the time, the
-threads of their lanes take the interpreter's lock from each other, and have to be woken for it:
-with three trainers on one server that was a quarter of all their time, with four threads that call
-it a half.
+Each lane has a thread of its own, which reads a request, runs it and answers, so a function may
+block without keeping another lane waiting. But when several workers call short functions all the
+time, these threads pass the interpreter's lock to and fro, and have to be woken for it. Measured
+with three trainers and a server on two processors: a step takes 0.6 times as long with what follows
+as without it.
 
-So when it is crowded, lanes with short requests move to the *host*: one thread that looks at all of
-them and serves them one after the other, while their own threads are parked. What is short is
-measured in processor time, by what a request asks for; what calls other workers is not. It is
-crowded when requests in turn on several lanes use so much processor time that one thread is just
-enough. If they use more, they run beside each other, as large operations of torch do, and one
-thread would be too few. A host that is never idle cannot know that, so it gives up now and then.
+When the worker is crowded, lanes with short requests move to the *host*: one thread that serves
+them one after the other while their own threads are parked. A request is short by its processor
+time, as measured for its function so far, and if it calls no other worker. The worker is crowded
+when requests on several lanes use about as much processor time as one thread has. If they use more,
+they run side by side, as large operations of torch do, and one thread would be too few. A host that
+is never idle cannot know that, so it gives up from time to time.
 
-When a request comes to the host that is not known to be short, or that has not come whole, the
-lane's own thread is woken and takes over. If the host is stuck in a function that was short so far,
-the clock finds it, and all lanes return to their own threads.
-
-What ends the wait of a parked thread: the host returns the lane, which it does with the first
-request that is not short, when the lane ends or is interrupted, and when it is stuck or fails.
+The host returns a lane to its own thread, which ends that thread's wait, with the first request
+that is not known to be short or has not arrived whole, when the lane ends or is interrupted, and
+when the host fails or is stuck. The clock notices a host that is stuck in a function that used to
+be short.
 """
 
 from __future__ import annotations

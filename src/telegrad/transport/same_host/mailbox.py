@@ -1,9 +1,9 @@
 """Small messages between two processes of one host, without a system call.
 
-A lane carries one message at a time to and fro. While its two ends look for the next message anyway
-(`patience`), the shortest way between them is memory that both have mapped. Measured here for 200
-bytes there and back: 10 µs by a socket, 2 µs by a mailbox, and several times that when the kernel's
-code is not in the caches.
+A lane carries one message at a time, back and forth. While both ends look for the next message
+anyway (`spinning`), the shortest way between them is memory that both have mapped. Measured: an
+empty call takes 0.67 times as long as over the socket, a call with two small tensors 0.7 times, a
+step of `loss.backward()` through one call 0.7 times.
 
 A mailbox has a half for each direction; a half holds one message:
 
