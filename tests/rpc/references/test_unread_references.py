@@ -146,7 +146,7 @@ def test_a_lane_with_a_late_reply_is_used_again(group):
 READING = (
     SocketConnection.send,
     SocketConnection.receive,
-    SocketConnection._packed,
+    SocketConnection._read_frame,
     SocketConnection._take,
     SocketConnection._fill,
 )
