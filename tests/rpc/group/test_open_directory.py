@@ -65,7 +65,7 @@ def test_workers_go_on_when_the_store_has_ended():
 
 def test_one_that_leaves_is_lost_and_takes_no_name_from_its_successor():
     directory = Directory(torch.distributed.HashStore(), 0, 0)
-    unused = [None] * 3
+    unused = [None] * 5
     network = Network(WorkerInfo("w0", 0), b"", b"", RpcOptions(), directory, *unused)
     for worker_id in (1, 2):
         network.members.introduce(replace(record(worker_id), name="server"))
