@@ -888,6 +888,22 @@ def test_a_submitted_call_is_a_call():
     same(program, 1e-5)
 
 
+def test_gradients_reach_all_parameters_though_no_future_is_left():
+    """A pass needs the calls of both futures, though their workers were told that these died."""
+
+    def program(far):
+        first, second = make(far), make(far, worker="worker2", seed=2)
+        x = inputs().requires_grad_()
+        out = second.submit(first.submit(x)).result() if far else second(first(x))
+        engine_here().flush()
+        for _ in range(50 if far else 0):
+            telegrad.call("worker1", int), telegrad.call("worker2", int)
+        out.square().sum().backward()
+        return x.grad, [p.grad for m in (first, second) for p in m.parameters()]
+
+    same(program, within=1e-4)
+
+
 def test_futures_of_modules_go_from_worker_to_worker_with_their_gradients():
     def program(far):
         first, second = make(far), make(far, worker="worker2", seed=2)

@@ -74,6 +74,7 @@ def sample(dtype, count):
     return data.to(torch.uint8).view(dtype)
 
 
+@pytest.mark.filterwarnings("ignore:BComplex32 support is experimental")  # torch 2.15
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("count", [0, 7, 70_000])
 def test_every_dtype(dtype, count):

@@ -214,7 +214,9 @@ class PlainEngine:
         sent = pack(self, to, func, args, kwargs, residents, stays=True)
         # A release may travel faster than the call, and what it does not find it cannot release:
         # the call itself needs its result until it is over.
-        note = self.lifetimes.keep_result(sent.record.call, to)
+        note = self.lifetimes.keep_result(
+            sent.record.call, to, has_exports=sent.record.residents is not None
+        )
         needed = [note]
         future = self._dispatch(sent, None, on_news, is_of_program=True)
 

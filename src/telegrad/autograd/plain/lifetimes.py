@@ -101,9 +101,16 @@ class Lifetimes:
             token = self.tokens.pop(call, None)
             del token
 
-    def keep_result(self, call: int, to: int) -> Note:
+    def keep_result(self, call: int, to: int, *, has_exports: bool = False) -> Note:
         """While it lives, so does what that call has left on its worker."""
-        return self._dead_posts.note(call, to)
+        note = self._dead_posts.note(call, to)
+        note.has_exports = has_exports
+        return note
+
+    def exporting_below(self, calls: Iterable[int]) -> list[Note]:
+        """For a result that depends on these calls: the notes of those that bring gradients of
+        residents, which need their entries for that."""
+        return self._dead_posts.with_exports(calls)
 
     def give_up(self, call: int, to: int) -> None:
         """Nothing here leads to what that call has left on its worker, or will leave."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import queue
 import weakref
+from collections.abc import Iterable
 
 __all__ = ["Note", "Notes"]
 
@@ -16,13 +17,18 @@ _MOST = 0xFFFF  # that one message takes along
 
 
 class Note:
-    """Puts a call's id into a queue when it dies. What the other end has to outlive keeps it."""
+    """Puts a call's id into a queue when it dies. What the other end has to outlive keeps it.
 
-    __slots__ = ("__weakref__", "_call", "_queue")
+    Attributes:
+        has_exports: the other end brings gradients of the call's residents.
+    """
+
+    __slots__ = ("__weakref__", "_call", "_queue", "has_exports")
 
     def __init__(self, call: int, waiting: queue.SimpleQueue[int]) -> None:
         self._call = call
         self._queue = waiting
+        self.has_exports = False
 
     def __del__(self) -> None:
         self._queue.put(self._call)
@@ -51,6 +57,11 @@ class Notes:
         """Whether a note of that call has not died."""
         note = self._made.get(call)
         return note is not None and note() is not None
+
+    def with_exports(self, calls: Iterable[int]) -> list[Note]:
+        """The notes of these calls that live and have exports."""
+        notes = [made() for call in calls if (made := self._made.get(call)) is not None]
+        return [note for note in notes if note is not None and note.has_exports]
 
     def note(self, call: int, worker: int) -> Note:
         """To be kept until the other end is no longer needed."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from telegrad.autograd.plain.messages import ask, begin_to_deliver, deliver, report_of
 from telegrad.autograd.plain.nodes import EMPTY
+from telegrad.autograd.plain.notes import Note
 from telegrad.autograd.plain.passes import Modes, Pass, Report
 from telegrad.errors import BackwardError
 from telegrad.ids import worker_of
@@ -47,6 +48,8 @@ class Record:
         self.stays = stays
         self.is_token = [t.numel() == 0 and t.dim() == 1 for t in tensors]
         self.residents: Residents | None = None
+        self.arguments: Sequence[Note] = ()
+        """Of futures among the arguments. Their calls' entries must outlive the futures."""
         self.below: Sequence[int] = ()
         self.unknown: Sequence[int] = ()
 

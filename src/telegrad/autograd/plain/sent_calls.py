@@ -99,8 +99,11 @@ class SentCall:
             tokens += [t for c, t in list(engine.lifetimes.tokens.items()) if c not in below]
         record.below, record.unknown = below, unknown
         # Not in the record, to which the token leads as well: that lives as long as the entry.
-        note = engine.lifetimes.keep_result(record.call, record.to)
-        return apply_post(record, note, tensors, tokens)
+        others = engine.lifetimes.exporting_below(below)
+        note = engine.lifetimes.keep_result(
+            record.call, record.to, has_exports=record.residents is not None
+        )
+        return apply_post(record, (note, *others), tensors, tokens)
 
 
 class PlainCall(AsyncCall):
@@ -181,6 +184,7 @@ def _record_packed(
         if residents is not None and residents.tensors:
             record.residents = residents
             inputs = [*inputs, *residents.tensors]
+        record.arguments = engine.lifetimes.exporting_below(covered or ())
         token = apply_collect(record, inputs)
         if encoded.tensors:
             engine.lifetimes.keep_token(record.call, to, token)
